@@ -80,35 +80,23 @@ def test_healthy_nodes_continue_and_the_result_is_partial(discovered: tuple[int,
     assert machines["csd0"]["tensorflow_version"]
 
 
+@pytest.mark.fault(1)
+@pytest.mark.fault(2)
+@pytest.mark.fault(3)
+@pytest.mark.fault(4)
+@pytest.mark.fault(5)
+@pytest.mark.fault(6)
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        pytest.param(
-            "closed",
-            ["port 23 cannot be reached .Connection refused", "check that an SSH server runs there"],
-            marks=pytest.mark.fault(1),
-        ),
-        pytest.param("deaf", ["does not respond within 10 s"], marks=pytest.mark.fault(2)),
-        pytest.param("off", ["No route to host|not answer"], marks=pytest.mark.fault(2)),
-        pytest.param(
-            "stopped",
-            ["accepts connections but its SSH server did not respond within 10 s"],
-            marks=pytest.mark.fault(3),
-        ),
-        pytest.param(
-            "stranger",
-            ["is unknown: ssh-ed25519 SHA256:", "csdctl trust --limit stranger"],
-            marks=pytest.mark.fault(4),
-        ),
-        pytest.param("changed", ["has changed: received ssh-ed25519 SHA256:"], marks=pytest.mark.fault(5)),
-        pytest.param(
-            "wrong-key", ["accepts none of the offered keys for user 'root'"], marks=pytest.mark.fault(6)
-        ),
-        pytest.param(
-            "locked-key",
-            ["has a passphrase, and csdctl never prompts", "ssh-add"],
-            marks=pytest.mark.fault(6),
-        ),
+        ("closed", ["port 23 cannot be reached .Connection refused", "check that an SSH server runs there"]),
+        ("deaf", ["does not respond within 10 s"]),
+        ("off", ["No route to host|not answer"]),
+        ("stopped", ["accepts connections but its SSH server did not respond within 10 s"]),
+        ("stranger", ["is unknown: ssh-ed25519 SHA256:", "csdctl trust --limit stranger"]),
+        ("changed", ["has changed: received ssh-ed25519 SHA256:"]),
+        ("wrong-key", ["accepts none of the offered keys for user 'root'"]),
+        ("locked-key", ["has a passphrase, and csdctl never prompts", "ssh-add"]),
     ],
 )
 def test_fault_of_a_node_is_named_with_a_remedy(
