@@ -73,6 +73,8 @@ check: $(STAMP) ## check style, formatting, types, import rules, docs and licenc
 	echo "== mypy";                $(BIN)/mypy
 	echo "== lint-imports";        $(BIN)/lint-imports --no-logo --no-cache
 	echo "== tests are where one looks for them"; $(BIN)/python -m tests.places
+	echo "== names and sentences"; $(BIN)/python -m tests.plain_words
+	echo "== generated pages of the docs"; $(BIN)/python docs/generate.py --check
 	echo "== requirements/dev.txt is complete"; $(BIN)/python -m pip check
 	echo "== docs, licences";      $(BIN)/pytest -q tests/unit/test_docs.py tests/unit/requirements/test_licences.py
 

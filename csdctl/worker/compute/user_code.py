@@ -2,7 +2,7 @@
 
 `data.augment` changes the samples of every training batch of a rank. It gets what was prepared, never what
 other ranks have, and its result is not stored. Its random numbers are a function of seed, step and rank, as
-those of the model's layers are (statistics.py): a step that is computed again, after a loss or by `verify`,
+in the model's layers (statistics.py): a step that is computed again, after a loss or by `verify`,
 has the same samples. The host tries it before anything is sent.
 """
 

@@ -82,8 +82,8 @@ class GradientNoise:
         variance = (parts - batch) / (num_parts - 1)
         return cls(variance, (batch - variance) / count)
 
-    def __add__(self, other: "GradientNoise") -> "GradientNoise":
-        return GradientNoise(self.variance + other.variance, self.square + other.square)
+    def __add__(self, noise: "GradientNoise") -> "GradientNoise":
+        return GradientNoise(self.variance + noise.variance, self.square + noise.square)
 
     @property
     def scale(self) -> float | None:

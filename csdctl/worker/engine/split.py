@@ -2,8 +2,8 @@
 
 Forward and backward pass go through the cut: a rank sends the prefix's output for a micro-batch and gets back
 the gradient of the loss with respect to it (deep partitioned training). Gradients are summed as of whole
-models: a rank's vector has the gradient of the prefix, and rank 0 keeps that of the head. The whole is the
-gradient that ranks with whole models would sum, of the same micro-batches.
+models: a rank's vector has the gradient of the prefix, and rank 0 keeps the gradient of the head. Together they are
+the gradient that ranks with whole models would sum, of the same micro-batches.
 """
 
 import math
@@ -87,8 +87,8 @@ class PrefixStep:
         prefix's output.
         """
         seeds, samples, kept = self._passes.pop(0)
-        count = np.array(loss_count, np.float32)
-        out += self.engine.call(BACKWARD, seeds, samples, gradient, count, self._weight, kept).array(0)
+        arguments = seeds, samples, gradient, np.array(loss_count, np.float32), self._weight, kept
+        out += self.engine.call(BACKWARD, *arguments).array(0)
 
     def forget(self) -> None:
         """Drop forward passes whose backward pass does not come."""
@@ -134,7 +134,7 @@ class SplitStep(PrefixStep):
     def head(
         self, outputs: Array, labels: Array, weight: float, rank: int, number: int
     ) -> tuple[Array, float]:
-        """Add the vector of a rank's micro-batch to that of the head.
+        """Add the vector of a rank's micro-batch to the sums of the head.
 
         Returns the gradient of its loss with respect to the prefix's `outputs`, times the number that Keras
         divides it by, and that number. `weight`: of each of its samples.
@@ -143,7 +143,8 @@ class SplitStep(PrefixStep):
         self.engine.position = position[0], rank
         seeds = self.engine.seeds(number)
         self.engine.position = position
-        results = self.engine.call(HEAD, seeds, np.array(weight, np.float32), outputs, labels, self._sums)
+        arguments = seeds, np.array(weight, np.float32), outputs, labels, self._sums
+        results = self.engine.call(HEAD, *arguments)
         towards, loss_count = results.array(0), float(results.array(1))
         self._sums = results.tail(2)
         return towards, loss_count

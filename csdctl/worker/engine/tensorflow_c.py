@@ -1,6 +1,6 @@
 """A graph in a session of TensorFlow's C library, called by ctypes.
 
-The library is that of the installed wheel. Python's TensorFlow is not imported: that takes six times the CPU
+The library is part of the installed wheel. Python's TensorFlow is not imported: it takes six times the CPU
 time of loading the library.
 """
 

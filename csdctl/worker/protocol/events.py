@@ -37,6 +37,12 @@ MIN_SHARPNESS = 100.0
 and one sample is ten times as much."""
 
 
+EARLY_STOPPING, STOPPED, MAX_STEPS, VERIFIED = "early stopping", "asked to stop", "max steps", "verified"
+"""Reasons to end a run before its last epoch (`Finished.reason`)."""
+SUMS, SAMPLES, STATE, ACTIVATIONS = "sums", "samples", "state", "activations"
+"""Traffic between ranks: vectors to be summed, reassigned public samples, the state of a run, and what passes
+the cut of a model: activations, labels, and gradients of activations."""
+TRAFFIC_NAMES = (SUMS, SAMPLES, STATE, ACTIVATIONS)
 EVENT_PREFIX = "@csdctl "
 """An event is a line on the worker's standard output that starts with this."""
 MAX_MESSAGE_CHARS = 4000
@@ -70,16 +76,6 @@ class Compared:
     def tolerance(self) -> float:
         """As many times above the spread as it is below the effect of one sample."""
         return math.sqrt(self.spread * self.one_sample)
-
-
-EARLY_STOPPING, STOPPED, MAX_STEPS, VERIFIED = "early stopping", "asked to stop", "max steps", "verified"
-"""Reasons to end a run before its last epoch (`Finished.reason`)."""
-
-
-SUMS, SAMPLES, STATE, ACTIVATIONS = "sums", "samples", "state", "activations"
-"""Traffic between ranks: vectors to be summed, reassigned public samples, the state of a run, and what passes
-the cut of a model: activations, labels, and gradients of activations."""
-TRAFFIC_NAMES = (SUMS, SAMPLES, STATE, ACTIVATIONS)
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,9 @@ SUM_BYTES, SUM_RANKS = "sum_bytes", "sum_ranks"
 ELEMENT_SPEC = "element_spec"
 """Argument of a trial: the `DatasetInfo` whose shapes and types its random samples have."""
 
+AUTO, CPU, GPU = DEVICES = "auto", "cpu", "gpu"
+Device = Annotated[str, OneOf(DEVICES)]
+"""What a rank computes on; `auto` is a GPU where TensorFlow sees one."""
 COPIES = ".csdctl/copies"
 """On every other server, below its home: a project directory with the runs that it can take over."""
 
@@ -64,11 +67,6 @@ class UserCode:
 
     archive: str
     modules: tuple[str, ...]
-
-
-AUTO, CPU, GPU = DEVICES = "auto", "cpu", "gpu"
-Device = Annotated[str, OneOf(DEVICES)]
-"""What a rank computes on; `auto` is a GPU where TensorFlow sees one."""
 
 
 @dataclass(frozen=True)

@@ -161,8 +161,8 @@ class ImageDecoder:
             return _turn(load_decoders()[JPEG_RATIOS[ratio]](content).array(0), header.orientation)
         if header.format == "bmp":  # its fourth byte is rarely alpha
             return np.asarray(header.opened.convert("RGB"))
-        left, top, right, bottom = header.opened.tile[0][1]  # the first frame, within the screen
-        return np.asarray(header.opened.convert("RGBA"))[top:bottom, left:right]
+        x, y, x_end, y_end = header.opened.tile[0][1]  # the first frame, within the screen
+        return np.asarray(header.opened.convert("RGBA"))[y:y_end, x:x_end]
 
     def _to_channels(self, image: Array) -> Any:
         """Return a picture in the final channels, with white in place of what is transparent."""
@@ -179,8 +179,8 @@ class ImageDecoder:
     def _crop(self, picture: Any, size: tuple[int, int]) -> Any:
         scale = min(picture.width / size[0], picture.height / size[1])
         width, height = (max(1, round(side * scale)) for side in size)
-        left, top = (picture.width - width) // 2, (picture.height - height) // 2
-        return self._stretch(picture.crop((left, top, left + width, top + height)), size)
+        x, y = (picture.width - width) // 2, (picture.height - height) // 2
+        return self._stretch(picture.crop((x, y, x + width, y + height)), size)
 
     def _pad(self, picture: Any, size: tuple[int, int]) -> Any:
         scale = min(size[0] / picture.width, size[1] / picture.height)
