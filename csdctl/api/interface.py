@@ -206,7 +206,7 @@ class Job:
         needs another one. `code`: files and packages with the model's own layers, losses and metrics.
         `input_range`: scales uint8 arrays. None leaves them as they are. `recipe`: as in job.yaml, such as
         epochs=5 or early_stopping=csdctl.EarlyStopping(patience=3). Without it, one epoch. The learning rate
-        is the rate of compile() times the global batch size / `reference_batch` (256). Pass the batch size that
+        is compile()'s, times the global batch size / `reference_batch` (256). Pass the batch size that
         it was chosen for, such as reference_batch=32. The command line takes the job too:
         `csdctl train csdctl-job/job.yaml`.
 

@@ -2,8 +2,8 @@
 
 Forward and backward pass go through the cut: a rank sends the prefix's output for a micro-batch and gets back
 the gradient of the loss with respect to it (deep partitioned training). Gradients are summed as of whole
-models: a rank's vector has the gradient of the prefix, and rank 0 keeps the gradient of the head. Together they are
-the gradient that ranks with whole models would sum, of the same micro-batches.
+models: a rank's vector has the gradient of the prefix, and rank 0 keeps the gradient of the head. Together
+they are the gradient that ranks with whole models would sum, of the same micro-batches.
 """
 
 import math
