@@ -134,7 +134,6 @@ class HostileServer(ServerFiles):
 
     attack: Attack = field(default_factory=Attack)
     transports: list[HostileTransport] = field(default_factory=list)
-    num_connections: int = 0
     stopping: threading.Event = field(default_factory=threading.Event)
 
     def node(self, **changes: Any) -> Node:
@@ -144,7 +143,6 @@ class HostileServer(ServerFiles):
         with contextlib.suppress(OSError):
             while True:
                 connection, _ = listening.accept()
-                self.num_connections += 1
                 transport = (self.attack.transport_class or HostileTransport)(connection)
                 transport.stopping = self.stopping
                 for name, value in self.attack.changes.items():

@@ -51,22 +51,14 @@ def handle_local(end, letter, content):
 RankEnd.handle_local = handle_local
 """
 
-WITHOUT_OTHERS = ("--exclude", "csd0")
-"""Options of runs that end, with the host and the hostile node alone."""
-
 
 class Project:
     """An emulated fleet of a host and two nodes, and a small job."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        generator = np.random.default_rng(1)
-        samples = generator.random((3000, 2)).astype(np.float32)
-        np.savez(directory / "public.npz", x=samples, y=samples.sum(axis=1, keepdims=True))
-        succeed(directory, "discover")
-        succeed(directory, "prepare", "job.yaml")
 
-    def make_hostile(self, command: str, code: str) -> Path:
+    def hostile_fleet(self, command: str, code: str) -> Path:
         """Write a fleet file in which csd1's `command`, link or rank, is changed by `code`."""
         python = self.directory / "hostile-python"
         python.write_text(PYTHON.format(python=sys.executable, command=command, code=code))
@@ -81,18 +73,14 @@ class Project:
     def send_vectors(self, element: int, value: str) -> Path:
         """Write a fleet file in which csd1 writes `value` into its vectors, after a number of honest ones."""
         code = SENDS_VECTORS.format(num_honest=NUM_HONEST, element=element, value=value)
-        return self.make_hostile("link", code)
+        return self.hostile_fleet("link", code)
 
     def train(self, *arguments: str, code: int = 0) -> tuple[RunDirectory, str]:
         """Train; return the run and the output."""
         equal = () if "--resume" in arguments else ("--batch-size", "20")
         options = ("--skip-doctor", "--no-rebalance", *equal, *arguments)
         said = refuse(self.directory, "train", "job.yaml", *options, code=code)
-        return self.latest, said
-
-    @property
-    def latest(self) -> RunDirectory:
-        return RunDirectory(max((self.directory / ".csdctl" / "runs").iterdir()))
+        return RunDirectory(max((self.directory / ".csdctl" / "runs").iterdir())), said
 
     def in_memory(self, run: RunDirectory) -> Path:
         return ProjectDirectory(self.directory).step_file(run)
@@ -102,6 +90,10 @@ class Project:
 def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
     files = {"job.yaml": JOB, "model.py": MODEL}
     with emulated(tmp_path_factory.mktemp("project"), 2, files) as directory:
+        samples = np.random.default_rng(1).random((3000, 2)).astype(np.float32)
+        np.savez(directory / "public.npz", x=samples, y=samples.sum(axis=1, keepdims=True))
+        succeed(directory, "discover")
+        succeed(directory, "prepare", "job.yaml")
         yield Project(directory)
 
 
@@ -145,7 +137,7 @@ def test_failed_run_leaves_nothing_in_memory_and_resumes(project: Project) -> No
 
 @pytest.mark.attack(14)
 def test_run_that_fails_to_start_leaves_nothing_in_memory(project: Project) -> None:
-    fleet = project.make_hostile("rank", "sys.exit(3)")
-    run, _ = project.train("--fleet", str(fleet), *WITHOUT_OTHERS, code=1)
+    fleet = project.hostile_fleet("rank", "sys.exit(3)")
+    run, _ = project.train("--fleet", str(fleet), "--exclude", "csd0", code=1)
     assert not project.in_memory(run).exists()
     assert not run.kept_step_file.exists()

@@ -30,8 +30,6 @@ COMMANDS = {
     "report": ("--json",),
     "inventory": ("--output", "hosts.ini"),
 }
-SOCKETS = (stat.S_ISLNK, stat.S_ISSOCK)
-"""Permissions of these say nothing on Linux."""
 
 USER = "nobody"
 PROGRAM = "from csdctl.cli.app import main; main()"
@@ -64,10 +62,9 @@ class OrdinaryUser:
         self.home = Path(tempfile.mkdtemp(prefix="csdctl-user-"))
         self.own(self.home)
 
-    def own(self, path: Path) -> Path:
+    def own(self, path: Path) -> None:
         """Give `path` to the user."""
         os.chown(path, self.uid, self.gid)
-        return path
 
     def csdctl(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         """Run csdctl in the user's directory, with a login's usual umask."""
@@ -125,34 +122,25 @@ def user() -> Iterator[OrdinaryUser]:
         shutil.rmtree(user.home)
 
 
-def write_private(user: OrdinaryUser, path: Path, content: str = "") -> Path:
-    """Write a source that only the user may read."""
-    path.write_text(content)
-    path.chmod(0o600)
-    return user.own(path)
-
-
-def write_samples(user: OrdinaryUser, directory: Path, count: int) -> None:
-    """Write samples that only the user may read."""
-    save_arrays(directory, count, 8, 8)
-    directory.chmod(0o700)
-    for path in directory.iterdir():
-        path.chmod(0o600)
+def make_private(user: OrdinaryUser, *places: Path) -> None:
+    """Let only the user read these files and directories."""
+    for path in (path for place in places for path in (place, *place.rglob("*"))):
+        path.chmod(0o700 if path.is_dir() else 0o600)
         user.own(path)
-    user.own(directory)
 
 
 def wider_than_its_owner(directory: Path) -> list[str]:
     """Everything below `directory` that has a permission for the group or for others.
 
-    But for the directory that the system's fontconfig makes when Matplotlib looks for fonts.
+    Permissions of links and sockets say nothing on Linux. The directory that the system's fontconfig makes
+    when Matplotlib looks for fonts is left out.
     """
     wider = []
     for path in sorted(directory.rglob("*")):
         if path.match(".cache/fontconfig"):
             continue
         mode = path.lstat().st_mode
-        if mode & 0o077 and not any(is_other(mode) for is_other in SOCKETS):
+        if mode & 0o077 and not stat.S_ISLNK(mode) and not stat.S_ISSOCK(mode):
             wider.append(f"{stat.filemode(mode)} {path.relative_to(directory)}")
     return wider
 
@@ -160,11 +148,13 @@ def wider_than_its_owner(directory: Path) -> list[str]:
 @pytest.mark.attack(7)
 @pytest.mark.attack(15)
 def test_everything_from_discover_to_report_is_readable_by_its_user_alone(user: OrdinaryUser) -> None:
-    write_private(user, user.home / "job.yaml", JOB)
-    write_private(user, user.home / "model.py", MODEL)
-    nodes = user.home / ".csdctl/emulated/nodes"
-    write_samples(user, user.home / "public", 60)
-    write_samples(user, nodes / "csd0/home/private", 61)
+    job, model, public = (user.home / name for name in ("job.yaml", "model.py", "public"))
+    private = user.home / ".csdctl/emulated/nodes/csd0/home/private"
+    job.write_text(JOB)
+    model.write_text(MODEL)
+    save_arrays(public, 60, 8, 8)
+    save_arrays(private, 61, 8, 8)
+    make_private(user, job, model, public, private)
     for command, arguments in COMMANDS.items():
         done = user.csdctl(command, *arguments)
         assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"

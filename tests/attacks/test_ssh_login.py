@@ -34,7 +34,6 @@ from tests.patience import scaled
 pytestmark = pytest.mark.first(1)
 
 MAX_MESSAGE_CHARS = 1000
-MAX_ACCEPTED_BYTES = 64 << 20
 VERSION = b"SSH-2.0-evil\r\n"
 ESCAPES = "\x1b]52;c;ZXZpbA==\x07\x1b[2J"
 

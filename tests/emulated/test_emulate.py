@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -81,10 +81,6 @@ def start(directory: Path, mechanism: str, num_nodes: int = 2, *, owner_pid: int
     return Running(directory, config, mechanism)
 
 
-def wait_until(condition: Callable[[], object]) -> None:
-    assert eventually(condition), "it never became true"
-
-
 @pytest.fixture
 def directory(tmp_path: Path) -> Iterator[Path]:
     """A directory for a fleet of the test, which is stopped afterwards."""
@@ -97,7 +93,7 @@ def directory(tmp_path: Path) -> Iterator[Path]:
 def keep_busy(fleet: Running) -> None:
     """Leave one process on csd0 that computes for ever."""
     fleet.output("setsid sh -c 'while :; do :; done' </dev/null >/dev/null 2>&1 &")
-    wait_until(lambda: fleet.status().num_processes == 1)  # the shell that started it has ended
+    assert eventually(lambda: fleet.status().num_processes == 1)  # the shell that started it has ended
 
 
 def assert_nothing_is_left(directory: Path) -> None:
@@ -168,7 +164,7 @@ def test_a_fleet_with_a_dead_server_is_restarted_with_its_files(directory: Path)
         path.write_text("mine")
     pids = [status.pid for status in fleet_status(directory)]
     os.kill(pids[0], signal.SIGKILL)
-    wait_until(lambda: not fleet.status("csd0").is_running)
+    assert eventually(lambda: not fleet.status("csd0").is_running)
     assert fleet.status("csd1").is_running
     start(directory, "auto")
     assert fleet.ssh("true").returncode in (0, 255)  # the old port is gone
@@ -201,7 +197,7 @@ def test_fleet_ends_with_its_owner(
     elif state == "all gone":
         shutil.rmtree(directory.parent)
     owner.kill()
-    wait_until(lambda: not list_marked(FleetPaths(directory).fleet_id))
+    assert eventually(lambda: not list_marked(FleetPaths(directory).fleet_id))
     assert_nothing_is_left(directory)
 
 
@@ -220,9 +216,9 @@ def test_demo_that_is_killed_leaves_no_fleet(tmp_path: Path) -> None:
     command = [sys.executable, "-P", "-m", "csdctl", "demo", "--nodes", "1", "--directory", "demo"]
     try:
         with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL) as demo:
-            wait_until(lambda: is_up(directory))
+            assert eventually(lambda: is_up(directory))
             demo.kill()
-        wait_until(lambda: not list_marked(FleetPaths(directory).fleet_id))
+        assert eventually(lambda: not list_marked(FleetPaths(directory).fleet_id))
         assert_nothing_is_left(directory)
         assert not (tmp_path / "demo" / "fleet.yaml").exists()
     finally:
@@ -374,9 +370,9 @@ def test_busy_node_gets_its_share_of_the_cpu(fleet: Running, num_processes: int)
 def test_idle_node_is_never_stopped(fleet: Running) -> None:
     with subprocess.Popen(["ssh", "-F", fleet.config, "csd1", "exec sleep 9999"]) as client:
         try:
-            wait_until(lambda: fleet.status("csd1").num_processes)
+            assert eventually(lambda: fleet.status("csd1").num_processes)
             # Starting it was work, for which it may still be stopped.
-            wait_until(lambda: stays(lambda: states_on(fleet, "csd1") == ["S"], 0.5))
+            assert eventually(lambda: stays(lambda: states_on(fleet, "csd1") == ["S"], 0.5))
             states = set()
             for _ in range(200):
                 states |= {*states_on(fleet, "csd1")}
@@ -395,19 +391,19 @@ def states_on(fleet: Running, node: str) -> list[str]:
 def test_a_command_ends_when_its_client_disconnects(fleet: Running) -> None:
     script = "trap '' TERM HUP; sleep 9999 | sleep 9999"
     client = subprocess.Popen(["ssh", "-F", fleet.config, "csd0", script])
-    wait_until(lambda: fleet.status().num_processes >= 3)
+    assert eventually(lambda: fleet.status().num_processes >= 3)
     client.kill()
     client.wait()
-    wait_until(lambda: fleet.status().num_processes == 0)
+    assert eventually(lambda: fleet.status().num_processes == 0)
 
 
 def test_a_daemon_outlives_its_channel_and_stays_with_the_node(fleet: Running) -> None:
     fleet.output("setsid sleep 9999 </dev/null >/dev/null 2>&1 &")
-    wait_until(lambda: fleet.status().num_processes == 1)  # the shell has ended
+    assert eventually(lambda: fleet.status().num_processes == 1)  # the shell has ended
     assert stays(lambda: fleet.status().num_processes == 1, 0.3)
     (pid,) = list_descendants(fleet.status().pid)
     os.kill(pid, signal.SIGKILL)
-    wait_until(lambda: not Path(f"/proc/{pid}").exists())  # also reaped
+    assert eventually(lambda: not Path(f"/proc/{pid}").exists())  # also reaped
 
 
 @pytest.mark.fault(22)
