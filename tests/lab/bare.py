@@ -119,7 +119,7 @@ def bare_node(
         del lab.nodes[name]
         node.remove()
         shutil.rmtree(node.directory)
-        network.run_ip(lab.host.namespace, f"neigh flush dev {lab.front.bridge}")
+        network.forget_neighbours(lab.front)
 
 
 def make_root(architecture: str) -> Path:

@@ -130,8 +130,7 @@ class Lab:
         finally:
             del self.nodes[name]
             node.remove()
-            # Another node may get the address, with another hardware address.
-            run_ip(self.host.namespace, f"neigh flush dev {self.front.bridge}")
+            network.forget_neighbours(self.front)
 
     @contextmanager
     def routed_except_ssh(self) -> Iterator[None]:

@@ -58,6 +58,11 @@ def make_bridge(segment: Segment) -> None:
     run_ip(segment.namespace, f"link add {segment.bridge} type bridge", f"link set {segment.bridge} up")
 
 
+def forget_neighbours(segment: Segment) -> None:
+    """Let another node have an address there. `ip neigh flush` fails where an entry expires meanwhile."""
+    run_ip(segment.namespace, f"link set {segment.bridge} arp off", f"link set {segment.bridge} arp on")
+
+
 def give_addresses(namespace: str, interface: str, addresses: Sequence[str]) -> None:
     """Assign `addresses` to `interface`; IPv6 without duplicate address detection, to be usable at once."""
     lines = []

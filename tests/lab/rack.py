@@ -62,7 +62,8 @@ def open_rack(lab: Lab) -> Iterator[tuple[Server, ...]]:
     finally:
         for name in reversed([name for name in lab.nodes if name not in before]):
             lab.nodes.pop(name).remove()
-        run_ip(lab.host.namespace, "link del tunnel", f"neigh flush dev {lab.front.bridge}")
+        run_ip(lab.host.namespace, "link del tunnel")
+        network.forget_neighbours(lab.front)
 
 
 def use_rack(project: Project, servers: Sequence[Server], **host: object) -> None:
