@@ -108,7 +108,7 @@ model: loop.py:build
 step: loop.py:step
 data:
   public: {path: samples.npz, function: loop.py:load}
-recipe: {epochs: 1, reference_batch: 16}
+recipe: {epochs: 1, reference_batch: 24}
 """
 LOOP = """\
 import keras
