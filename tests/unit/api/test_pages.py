@@ -1,6 +1,5 @@
 """What pages of the docs show of the interface: callbacks that follow a run, and the notebook."""
 
-import csv
 import json
 import re
 import runpy
@@ -46,14 +45,6 @@ def document(event: Event) -> dict[str, Any]:
 def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     return tmp_path
-
-
-def test_epochs_as_csv(directory: Path) -> None:
-    to_csv = callback("to_csv")
-    for event in (Ready(0, "host", 100), END, EpochEnd(1, "csd0", 2, 10, 80, 1.0, 0.1, 1.1, "hash")):
-        to_csv(document(event))
-    with (directory / "epochs.csv").open(newline="") as file:
-        assert list(csv.reader(file)) == [["20261122-100000", "2", "0.5", "0.25"]]
 
 
 def test_epochs_in_tensorboard(directory: Path) -> None:
