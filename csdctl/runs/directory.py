@@ -231,14 +231,21 @@ class RunDirectory:
         """Write manifest.json atomically."""
         save_json(self.manifest, content)
 
+    def read_manifest(self) -> Manifest:
+        """Return what csdctl reads of manifest.json. Raises what `load_manifest` raises."""
+        return self._check_manifest(load_json(self.manifest, remedy=NEW_RUN))
+
     def load_manifest(self) -> dict[str, Any]:
         """Read manifest.json. Raises InputError when it is missing, or its values do not belong together.
 
         `Manifest` has the values that csdctl reads, with their types and defaults.
         """
         content: dict[str, Any] = load_json(self.manifest, remedy=NEW_RUN)
-        checked = check_values(content, Manifest, str(self.manifest), remedy=NEW_RUN)
+        checked = self._check_manifest(content)
         return {**content, **checked.model_dump(by_alias=True)}
+
+    def _check_manifest(self, content: dict[str, Any]) -> Manifest:
+        return check_values(content, Manifest, str(self.manifest), remedy=NEW_RUN)
 
     def read_events(self, nodes: Sequence[str]) -> StoredEvents:
         """Return the stored events of the run, whose ranks are on `nodes`, in order."""

@@ -24,7 +24,7 @@ from csdctl.launch.leftovers import is_elsewhere, is_gone, is_held, read_holder,
 from csdctl.notify import DATED, DETACHED, Say
 from csdctl.placement.equation1 import steps_per_epoch
 from csdctl.reporting.results import RUNNING, RunStatus, load_run_status
-from csdctl.runs.directory import LATEST, Manifest, ProjectDirectory, RunDirectory, find_run, skipping
+from csdctl.runs.directory import LATEST, ProjectDirectory, RunDirectory, find_run, skipping
 from csdctl.worker.protocol.events import Event
 from csdctl.workflows.train.resume import load_spec
 from csdctl.workflows.workspace.event_stream import RunStarted
@@ -200,7 +200,7 @@ def follow_run(run: RunDirectory) -> tuple[RunStarted, Iterator[tuple[float, Eve
                 remedy=f"csdctl runs logs {run.run_id} {OWN}, if it was detached, shows why",
             )
         time.sleep(POLL_S)
-    spec, manifest = load_spec(run), Manifest.model_validate(run.load_manifest())
+    spec, manifest = load_spec(run), run.read_manifest()
     events = run.read_events([rank.node for rank in spec.ranks])
     following = events.follow(lambda: not process_of(run).is_running, interval_s=0.5)
     num_steps, emulated = steps_per_epoch(manifest.placed), bool(manifest.plan.emulated)

@@ -8,7 +8,7 @@ alone: it then needs no sum.
 import math
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,7 @@ from csdctl.shipping.worker_calls import fetch_results
 from csdctl.transport.many import run_on_all, values_or_raise
 from csdctl.transport.meter import TrafficClass
 from csdctl.tuning.plan import Plan
-from csdctl.worker.protocol.datasets import DatasetInfo, equals
+from csdctl.worker.protocol.datasets import DatasetInfo, PrepareProgress, equals
 from csdctl.worker.protocol.features import (
     FEATURE_STORE,
     FLOAT16,
@@ -182,7 +182,7 @@ class _Machine:
     validation: DatasetSlice | None
     """Validation samples of the run, whose features the host computes."""
     context: RunContext
-    note: Any
+    note: Callable[[PrepareProgress], None]
     num_samples: int = 0
     num_computed: int = 0
 

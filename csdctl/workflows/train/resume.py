@@ -22,7 +22,7 @@ from csdctl.workflows.train.spec import RunContext, fingerprint_data
 
 def find_started(project: ProjectDirectory, run_id: str, say: Say) -> RunDirectory:
     """Return a run as `find_run`, but the latest one that has started its ranks: it can be resumed."""
-    return find_run(project, run_id, say, lambda run: (run.load_manifest(), load_spec(run)))
+    return find_run(project, run_id, say, lambda run: (run.read_manifest(), load_spec(run)))
 
 
 def find_resumable(project: ProjectDirectory, run_id: str, job: Job, fleet: Fleet, say: Say) -> RunDirectory:
@@ -31,7 +31,7 @@ def find_resumable(project: ProjectDirectory, run_id: str, job: Job, fleet: Flee
     Raises InputError for an unknown run, or the run of another job.
     """
     run = find_started(project, run_id, say)
-    plan = load_manifest(run).plan
+    plan = run.read_manifest().plan
     if plan.job != job.name:
         raise InputError(
             f"run {run.run_id} belongs to job {plan.job}, not to {job.name}",
@@ -54,7 +54,7 @@ def is_complete(run: RunDirectory, job: Job) -> bool:
     """
     last: Joined | Finished | None = None
     has_saved = False
-    nodes = [rank.node for rank in load_manifest(run).plan.ranks]
+    nodes = [rank.node for rank in run.read_manifest().plan.ranks]
     for event in run.read_events(nodes) if os.path.lexists(run.events) else ():
         has_saved |= isinstance(event, CheckpointSaved)
         if event.rank == 0 and isinstance(event, Joined | Finished):
@@ -135,11 +135,6 @@ def load_spec(run: RunDirectory) -> RunSpec:
         return from_json(RunSpec, load_text(run.spec, max_bytes=MAX_JSON_BYTES, remedy=NEW_RUN))
     except ProtocolError as error:
         raise InputError(f"{run.spec}: {error}", remedy=NEW_RUN) from None
-
-
-def load_manifest(run: RunDirectory) -> Manifest:
-    """Return what csdctl reads of manifest.json. Raises InputError for a file that is damaged."""
-    return Manifest.model_validate(run.load_manifest())
 
 
 def _check_job(run: RunDirectory, spec: RunSpec, job: Job, prepared: Prepared) -> None:

@@ -82,10 +82,12 @@ def run_ranks(
     space, fleet, worker = context.space, context.space.fleet, context.prepared.worker
     nodes = [rank.node for rank in spec.ranks if rank.node in fleet.machines and rank.node != HOST_NAME]
     stored_spec = store_bytes(to_json(spec).encode(), ".json", space.project.root)
-    files = {name: [*resolved.files_of(name), stored_spec] for name in nodes}
-    for name in nodes if spec.manifest else ():
-        if fleet.server_of(name) == name:
-            files[name].append(store_bytes(run.manifest.read_bytes(), ".json", space.project.root))
+    root = space.project.root
+    for_servers = [store_bytes(run.manifest.read_bytes(), ".json", root)] if spec.manifest else []
+    files = {
+        name: [*resolved.files_of(name), stored_spec, *(for_servers if fleet.server_of(name) == name else [])]
+        for name in nodes
+    }
     deploy_files(files, fleet, space.sessions, events)
     least = 1 if options.min_nodes is None else options.min_nodes
     conditions = Conditions(
@@ -125,14 +127,13 @@ def run_to_end(resolved: ResolvedRun, spec: RunSpec, run: RunDirectory, options:
     A run that a callback has stopped returns as one that has come to its end. Its state is kept.
     """
     space, events = resolved.context.space, resolved.context.events
-    predicted_range = run.load_manifest()["predicted_range"]
     past = run.read_events([rank.node for rank in spec.ranks]) if run.events.exists() else ()
     events.emit(
         RunStarted(
             run,
             spec,
             steps_per_epoch(resolved.data.placed),
-            predicted_range=predicted_range,
+            predicted_range=run.read_manifest().predicted_range,
             emulated=space.fleet.emulated,
             past=past,
         )

@@ -32,12 +32,18 @@ from csdctl.workflows.train.resume import (
     find_resumable,
     find_started,
     is_complete,
-    load_manifest,
     load_spec,
     save_epochs,
 )
 from csdctl.workflows.train.run import record_process, run_to_end, store_manifest
-from csdctl.workflows.train.spec import ResolvedRun, RunContext, build_manifest, build_spec, read_plan
+from csdctl.workflows.train.spec import (
+    ResolvedRun,
+    RunContext,
+    build_manifest,
+    build_spec,
+    place_plan,
+    read_plan,
+)
 from csdctl.workflows.train.strategies import Strategy, choose_strategy, strategy_of
 from csdctl.workflows.train.takeover import take_over
 from csdctl.workflows.workspace.event_stream import EventStream
@@ -95,7 +101,7 @@ def check_files(request: TrainRequest, say: Say = lambda line: None) -> tuple[Fl
     """
     project, job, fleet = ProjectDirectory(request.directory), request.job, request.fleet
     if request.resume is not None:
-        plan = load_manifest(find_resumable(project, request.resume, job, fleet, say)).plan
+        plan = find_resumable(project, request.resume, job, fleet, say).read_manifest().plan
         return keep_nodes(fleet, {rank.node for rank in plan.ranks}), plan
     if request.batch_size:
         return fleet, None
@@ -152,10 +158,10 @@ def resolve_run(
     `placed`: the shards, if they are decided already. Raises InputError when fleet, data or model does not
     allow it, and PartialError naming the machines that failed.
     """
+    model = strategy.divide(context, is_verification=is_verification)  # refuses a job before shards are cut
     data = read_plan(ranks, context, placed)
     if is_verification:
         data = replace(data, validation=None)
-    model = strategy.divide(context, is_verification=is_verification)
     data, features = strategy.compute(data, model, context, is_verification=is_verification)
     return ResolvedRun(
         context,
@@ -176,8 +182,9 @@ def train(plan: Plan, strategy: Strategy, context: RunContext, options: TrainOpt
     """
     project = context.space.project
     plan = strategy.choose_ranks(plan, context)
-    resolved = resolve_run(plan.ranks, strategy, context)
-    _check_shards(resolved, options)
+    placed = place_plan(plan.ranks, context.prepared, context.job, context.space.whole)
+    _check_shards(placed, context, options)  # before features are computed for hours
+    resolved = resolve_run(plan.ranks, strategy, context, placed)
     run = project.new_run()
     record_process(run, context.space)
     run.save_manifest(build_manifest(plan, strategy.name, strategy.cut, resolved))
@@ -193,13 +200,12 @@ def train(plan: Plan, strategy: Strategy, context: RunContext, options: TrainOpt
     return run_to_end(resolved, spec, run, options)
 
 
-def _check_shards(resolved: ResolvedRun, options: TrainOptions) -> None:
+def _check_shards(placed: Sequence[Placed], context: RunContext, options: TrainOptions) -> None:
     """Warn of batches that are larger than an epoch. Raise InputError for too few nodes."""
-    placed = resolved.data.placed
     for shard in placed:
         if (size := shard.batch_size) > shard.num_samples:
             larger = f"its batch size {size:,}, to which the learning rate is scaled, is larger"
-            resolved.context.events.say(f"{shard.name} has {shard.num_samples:,} samples: {larger}")
+            context.events.say(f"{shard.name} has {shard.num_samples:,} samples: {larger}")
     if options.min_nodes is not None and 1 < len(placed) <= options.min_nodes:
         problem = f"{option('min_nodes')} {options.min_nodes}, but {len(placed) - 1} nodes take part"
         raise InputError(problem, remedy="pass a smaller number")
@@ -210,7 +216,7 @@ def resume(run: RunDirectory, strategy: Strategy, context: RunContext, options: 
 
     Ranks on nodes outside the fleet stay absent. The others take over their public samples.
     """
-    before, manifest = load_spec(run), load_manifest(run)
+    before, manifest = load_spec(run), run.read_manifest()
     check_data(run, before, manifest, context)
     if before.code != context.prepared.model.user_code:
         context.events.say(
