@@ -45,15 +45,12 @@ def start_all(session: Session, python: str) -> None:
             received = conversation.read_line(deadline_s=ANSWER_S)
             assert received.startswith(answer), f"received {received!r}, expected {answer!r}"
 
-    def standalone(module: str) -> list[str]:
-        return build_program_command(python, module)
-
     receiver, first = build_receiver(python, MANIFEST)
     worker = ["env", f"PYTHONPATH={SOURCES}", python, "-P", "-u", "-m", "csdctl.worker"]
     policy = SandboxPolicy(SANDBOX, False, "", (), (), (python,), (), {})
-    start(standalone("lock"), "{}", "@csdctl-locked")
+    start(build_program_command(python, "receive", ["lock"]), "{}", "@csdctl-locked")
     start(receiver, "", "@csdctl-missing", first)
-    start(standalone("leftovers"), "", "")
+    start(build_program_command(python, "leftovers"), "", "")
     start(["sh", "-c", LOOP, "csdctl-power", "sleep 3000", "csd0"], "", "")
     start([*worker, "sandbox"], to_json(policy), "inside")
     start(["sh", "-c", RANK, "sh", *worker], "", "begins")

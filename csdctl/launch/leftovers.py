@@ -172,7 +172,7 @@ class _Locked:
 
 
 def _lock(session: Session, python: str, this_process: Holder) -> tuple[Program, tuple[str, ...]]:
-    command = build_program_command(python, "lock")
+    command = build_program_command(python, "receive", ["lock"])
     program = Program(session, command, "locking the machine", within(30.0))
     try:
         program.send({**this_process, "node": session.name})

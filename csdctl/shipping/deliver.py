@@ -8,27 +8,17 @@ import json
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated, Any
 
-from csdctl.errors import NodeError
+from csdctl.errors import CsdctlError, NodeError
 from csdctl.shipping.payload import Payload
 from csdctl.shipping.store import CHUNK_BYTES, StoredFile, changed, hash_source, read_chunk
 from csdctl.transport.commands import build_program_command
 from csdctl.transport.program import AnswerLimits, Nothing, Program
 from csdctl.transport.session import SLICE_BYTES, Session
-from csdctl.worker.protocol.json_codec import (
-    PROGRESS,
-    RESULT,
-    Count,
-    MaxLength,
-    ProtocolError,
-    ShortText,
-    shorten,
-)
+from csdctl.worker.protocol.json_codec import PROGRESS, RESULT, Count, MaxLength, ProtocolError, shorten
 
-MAX_TRIES = 2
-"""A file that arrived damaged is sent once more: it may continue a part from before a power cut."""
 MAX_RANGES = 20_000
 MAX_DAMAGED = 100
 RESPONSE_S = 60.0
@@ -46,11 +36,10 @@ _REMEDY = (
 
 @dataclass(frozen=True)
 class Missing:
-    """A request for objects by number. `resume`: the bytes to start from, by number, unless that is 0."""
+    """A request for objects by number."""
 
     ranges: Annotated[tuple[tuple[Count, Count], ...], MaxLength(MAX_RANGES)]
     """First and last number of the objects, ascending."""
-    resume: dict[ShortText, Count]
 
 
 @dataclass(frozen=True)
@@ -101,26 +90,38 @@ def deliver(
     if not payload.objects and not payload.trees:
         return Delivery(0, 0, 0)
     command, request = build_receiver(python, {**payload.manifest, "dry_run": dry_run})
-    whole_s = WHOLE_S + sum(stored.size for stored in payload.objects) / BYTES_PER_S
+    objects, requested = payload.objects, list[StoredFile]()
+    whole_s = WHOLE_S + sum(stored.size for stored in objects) / BYTES_PER_S
     patience = patience or AnswerLimits(RESPONSE_S, whole_s, whole_s)
-    transfer = _Transfer(session, payload, dry_run, on_progress)
-    for _ in range(MAX_TRIES):
-        with closing(Program(session, command, "receiving files", patience, _REMEDY)) as program:
-            try:
-                damaged = transfer.serve(program, request)
-            except ProtocolError as error:
-                raise program.error(str(error)) from None
-        if not damaged:
-            num_sent = len(transfer.sent)
-            return Delivery(num_sent, transfer.bytes_sent, len(payload.objects) - num_sent)
-        for stored in damaged:
-            if hash_source(stored.source).sha256 != stored.sha256:
-                raise changed(stored.source)
-    raise NodeError(
-        f"{len(damaged)} of {len(payload.objects)} files arrived damaged twice",
-        node=session.name,
-        remedy="check that machine for failing disk or memory, then retry",
-    )
+    with closing(Program(session, command, "receiving files", patience, _REMEDY)) as program:
+        try:
+            _send(program, [request])
+            kind, answer = _read(program, ANSWERS)
+            if kind == "missing":
+                requested = [objects[number] for number in check_request(answer, len(objects))]
+                if not dry_run:
+                    _send_files(program, session, requested, on_progress)
+                kind, answer = _read(program, {name: ANSWERS[name] for name in ANSWERS if name != "missing"})
+            if kind == "damaged" and not (answer.numbers and max(answer.numbers) < len(objects)):
+                raise ProtocolError("received a report of damage of objects that were not offered")
+            if kind == RESULT:
+                program.finish()
+        except ProtocolError as error:
+            raise program.error(str(error)) from None
+    if kind == "damaged":
+        raise _explain_damage(session.name, payload, set(answer.numbers))
+    num_bytes = sum(stored.size for stored in requested)
+    return Delivery(len(requested), num_bytes, len(objects) - len(requested))
+
+
+def _explain_damage(node: str, payload: Payload, damaged: set[int]) -> CsdctlError:
+    for number in damaged:
+        stored = payload.objects[number]
+        if hash_source(stored.source).sha256 != stored.sha256:
+            return changed(stored.source)
+    problem = f"{len(damaged)} of {len(payload.objects)} files arrived damaged"
+    remedy = "check that machine for failing disk or memory, then retry"
+    return NodeError(problem, node=node, remedy=remedy)
 
 
 def build_receiver(python: str, request: Mapping[str, Any]) -> tuple[list[str], bytes]:
@@ -130,76 +131,35 @@ def build_receiver(python: str, request: Mapping[str, Any]) -> tuple[list[str], 
     return ["sh", "-c", _START, "csdctl-receive", *program], packed
 
 
-def check_request(request: Missing, sizes: Sequence[int]) -> dict[int, int]:
-    """Return the byte to start from by number of the object. Raises ProtocolError.
-
-    `sizes`: of the objects that were offered.
-    """
+def check_request(request: Missing, num_offered: int) -> list[int]:
+    """Return the numbers of the requested objects. Raises ProtocolError."""
     numbers: list[int] = []
     for first, last in request.ranges:
         least = numbers[-1] + 1 if numbers else 0
-        if not least <= first <= last < len(sizes):
+        if not least <= first <= last < num_offered:
             raise ProtocolError(
                 f"received a request for objects {shorten(first)} to {shorten(last)}, expected ascending "
-                f"numbers from {least} to {len(sizes) - 1}"
+                f"numbers from {least} to {num_offered - 1}"
             )
         numbers += range(first, last + 1)
-    resume = dict(request.resume)
-    offsets = {number: resume.pop(str(number), 0) for number in numbers}
-    if resume or any(offset and offset >= sizes[number] for number, offset in offsets.items()):
-        raise ProtocolError("received an offset outside of a requested object")
-    return offsets
+    return numbers
 
 
-@dataclass
-class _Transfer:
-    """The host's side of the conversations with a receiver."""
+def _send_files(
+    program: Program, session: Session, files: Sequence[StoredFile], on_progress: OnDeliveryProgress
+) -> None:
+    total = sum(stored.size for stored in files)
 
-    session: Session
-    payload: Payload
-    is_dry_run: bool
-    on_progress: OnDeliveryProgress
-    sent: set[StoredFile] = field(default_factory=set)
-    bytes_sent: int = 0
+    def report(num_bytes: int) -> None:
+        on_progress(DeliveryProgress(session.name, num_bytes, total))
 
-    def serve(self, program: Program, request: bytes) -> list[StoredFile]:
-        """Send the request and the missing files. Return those that arrived damaged. Raises ProtocolError."""
-        objects = self.payload.objects
-        _send(program, [request])
-        kind, answer = _read(program)
-        if kind == "missing":
-            offsets = check_request(answer, [stored.size for stored in objects])
-            self._send_missing(program, {objects[number]: offset for number, offset in offsets.items()})
-            kind, answer = _read(program)
-        if kind == "missing":
-            raise ProtocolError("received a second request for objects")
-        if kind == "damaged":
-            if not answer.numbers or max(answer.numbers) >= len(objects):
-                raise ProtocolError("received a report of damage of objects that were not offered")
-            return [objects[number] for number in set(answer.numbers)]
-        program.finish()
-        return []
-
-    def _send_missing(self, program: Program, offsets: dict[StoredFile, int]) -> None:
-        self.sent |= offsets.keys()
-        total = sum(stored.size - offset for stored, offset in offsets.items())
-        if self.is_dry_run:
-            self.bytes_sent = total
-            return
-
-        def report(num_bytes: int) -> None:
-            self.on_progress(DeliveryProgress(self.session.name, num_bytes, total))
-
-        report(0)
-        self.bytes_sent += _send(program, self._read_files(offsets), report)
-
-    def _read_files(self, offsets: dict[StoredFile, int]) -> Iterator[bytes]:
-        """Yield the bytes of files from their offsets on: large files in chunks, small files combined."""
+    def read() -> Iterator[bytes]:
+        """Yield the bytes of large files in chunks, of small files combined."""
         gathered = bytearray()
-        for stored, offset in offsets.items():
-            for start in range(offset - offset % CHUNK_BYTES, stored.size, CHUNK_BYTES):
-                chunk = read_chunk(stored, start)[max(0, offset - start) :]
-                self.session.meter.record(stored.traffic_class, sent=len(chunk))
+        for stored in files:
+            for start in range(0, stored.size, CHUNK_BYTES):
+                chunk = read_chunk(stored, start)
+                session.meter.record(stored.traffic_class, sent=len(chunk))
                 if len(gathered) + len(chunk) <= SLICE_BYTES:
                     gathered += chunk
                     continue
@@ -208,18 +168,21 @@ class _Transfer:
                 yield chunk
         yield bytes(gathered)
 
+    report(0)
+    _send(program, read(), report)
 
-def _read(program: Program) -> tuple[str, Any]:
+
+def _read(program: Program, answers: Mapping[str, type]) -> tuple[str, Any]:
     """Return the next frame that is no heartbeat."""
-    while (frame := program.read(ANSWERS))[0] == PROGRESS:
+    while (frame := program.read(answers))[0] == PROGRESS:
         pass
     return frame
 
 
 def _send(
     program: Program, content: Iterable[bytes], report: Callable[[int], None] = lambda num_bytes: None
-) -> int:
-    """Send `content`. Return its bytes. A receiver that ends early says why in its next response."""
+) -> None:
+    """Send `content`. A receiver that ends early says why in its next response."""
     num_bytes = 0
     with suppress(EOFError):
         for chunk in content:
@@ -229,4 +192,3 @@ def _send(
                 program.conversation.send_bytes(part)
                 num_bytes += len(part)
                 report(num_bytes)
-    return num_bytes

@@ -1,21 +1,25 @@
-"""Receive files on a node, over standard input and output of one command.
+"""Receive files on a node over standard input and output of one command, or lock the machine.
 
 csdctl need not be installed there. The host sends this source (shipping/deliver.py), so it uses only the
 standard library of Python 3.8 or newer. The first input is the request: compressed JSON with the manifest, of
 as many bytes as the argument says. The node then lists its missing objects, receives exactly their bytes in
 that order, and reports when everything is in place. Responses are frames, lines of `@csdctl-KIND JSON`:
 
-    missing {"ranges": [[first, last], …], "resume": {"7": 4096}}  send these, number 7 from byte 4096 on
-    progress {}                                                    heartbeat. Expects no reply
-    result {…}    error {…}    damaged {…}                         the end
+    missing {"ranges": [[first, last], …]}    send these
+    progress {}                               heartbeat. Expects no reply
+    result {…}    error {…}    damaged {…}    the end
 
 The host has checked the names in the manifest (shipping/payload.py). Existing files are compared by content,
 never only by time or size.
 
     .csdctl/objects/NAME            a file, addressed by content. NAME begins with its SHA-256
-    .csdctl/objects/NAME.part       its received part. Continued by the next deploy
+    .csdctl/objects/NAME.part       while it is received
     .csdctl/trees/ID-xxxxxxxx/      a tree, of hard links to objects. Its destination is a link to it
     .csdctl/trees/ID-xxxxxxxx.link  its destination. The tree is in use while that links to it
+
+With the argument `lock`, the first line of input describes the csdctl that wants the machine for itself. The
+response is `held`, with a description of the current holder, or `locked`, with the other machines of the
+home. The lock is then kept until the input ends, however that csdctl exits.
 """
 
 from __future__ import annotations
@@ -38,7 +42,8 @@ from typing import Any
 STATE = b".csdctl"
 OBJECTS = STATE + b"/objects"
 TREES = STATE + b"/trees"
-LOCK = STATE + b"/receive.lock"
+STORE_LOCK = STATE + b"/receive.lock"
+MACHINE_LOCK = STATE + b"/lock"
 MAX_RANGES = 20_000
 """Ranges of objects in a request, so that its line stays below a megabyte."""
 SILENCE_S = 120.0
@@ -143,7 +148,7 @@ def tree_at(destination: bytes) -> bytes:
 
 def matches(path: bytes, expected: ManifestObject) -> bool:
     """Return whether the file at `path` has the expected content and mode."""
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
     with contextlib.suppress(OSError), open(os.open(path, flags), "rb", buffering=0) as file:
         status = os.fstat(file.fileno())
         has_size = is_own_file(status) and status.st_size == expected.size
@@ -187,7 +192,7 @@ def check_store() -> None:
     while parent != "/":
         mode = os.stat(parent).st_mode
         if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
-            raise RefusedError(f"{parent} can be changed by every user", "run `chmod o-w` on it")
+            raise RefusedError(f"{parent} can be changed by every user", f"chmod o-w {parent}")
         parent = os.path.dirname(parent)
     for directory in (STATE, OBJECTS, TREES):
         if os.path.lexists(directory):
@@ -226,49 +231,28 @@ class Receiver:
         return [n for n, expected in objects if expected in needed and not matches(expected.path, expected)]
 
     def receive(self, missing: list[int]) -> None:
-        """Receive, verify, sync and rename objects. After a full disk, no part of them remains."""
+        """Receive, verify and sync objects. After a full disk, nothing of them remains.
+
+        An object that has arrived whole has its name at once: every deploy compares it by content again.
+        """
         make_private(OBJECTS)
-        arrived = missing
-        offsets = {number: self.resume_offset(self.objects[number]) for number in missing}
-        incomplete = [n for n in missing if not offsets[n] or offsets[n] < self.objects[n].size]
+        requested = report_missing(missing)
         try:
-            requested = report_missing(incomplete, offsets)
-            arrived = sorted({*missing, *requested})
-            damaged = [n for n in requested if not receive_object(self.objects[n], offsets.get(n, 0))]
+            damaged = [number for number in requested if not receive_object(self.objects[number])]
             if damaged:
-                for number in damaged:
-                    os.unlink(self.objects[number].part)
                 respond("damaged", numbers=damaged[:100])
                 raise SystemExit(1)
-            sync([self.objects[number].part for number in arrived])
+            sync([self.objects[number].path for number in requested])
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                for number in arrived:
-                    with contextlib.suppress(OSError):
-                        os.unlink(self.objects[number].part)
+                for number in requested:
+                    for path in (self.objects[number].part, self.objects[number].path):
+                        with contextlib.suppress(OSError):
+                            os.unlink(path)
             raise
-        for number in arrived:
-            os.replace(self.objects[number].part, self.objects[number].path)
-
-    def resume_offset(self, expected: ManifestObject) -> int:
-        """Return the size of the part from an interrupted deploy. Its hash is checked at the end."""
-        try:
-            handle = os.open(expected.part, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-        except OSError:  # none, a link, or nothing that can be read: it is replaced
-            return 0
-        with open(handle, "rb") as file:
-            status = os.fstat(file.fileno())
-            size = status.st_size
-            if not is_own_file(status):
-                return 0
-            if size == expected.size and hash_of(file.fileno(), size).hexdigest() == expected.sha256:
-                os.chmod(expected.part, expected.mode)
-                return size
-        # A shorter part is sent again from the start.
-        return size if 1 << 20 <= size < expected.size else 0
 
 
-def report_missing(missing: list[int], offsets: dict[int, int]) -> list[int]:
+def report_missing(missing: list[int]) -> list[int]:
     """Report the objects to send, in at most MAX_RANGES ranges. Return their numbers."""
     ranges: list[list[int]] = []
     for number in missing:
@@ -276,22 +260,19 @@ def report_missing(missing: list[int], offsets: dict[int, int]) -> list[int]:
             ranges[-1][1] = number
         else:
             ranges.append([number, number])
-    respond("missing", ranges=ranges, resume={str(n): offsets[n] for n in missing if offsets.get(n)})
+    respond("missing", ranges=ranges)
     return [number for first, last in ranges for number in range(first, last + 1)]
 
 
-def receive_object(expected: ManifestObject, offset: int) -> bool:
-    """Read an object from `offset` on into its part. Return whether its hash is right."""
-    flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
-    if not offset:
-        flags |= os.O_CREAT | os.O_EXCL
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(expected.part)
-    with open(os.open(expected.part, flags, 0o600), "r+b") as part:
-        digest = hash_of(part.fileno(), offset)
-        part.seek(offset)
+def receive_object(expected: ManifestObject) -> bool:
+    """Read an object. Return whether its hash is right, and give it its name then."""
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(expected.part)
+    flags = os.O_WRONLY | os.O_NOFOLLOW | os.O_CREAT | os.O_EXCL
+    with open(os.open(expected.part, flags, 0o600), "wb") as part:
+        digest = hashlib.sha256()
         num_written = 0
-        for chunk in read_input(expected.size - offset):
+        for chunk in read_input(expected.size):
             digest.update(chunk)
             part.write(chunk)
             num_written += len(chunk)
@@ -299,13 +280,17 @@ def receive_object(expected: ManifestObject, offset: int) -> bool:
                 # Starts writing the pages, so that a later sync is fast.
                 os.posix_fadvise(part.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
                 num_written = 0
-        part.flush()
         os.fchmod(part.fileno(), expected.mode)
-    return bool(digest.hexdigest() == expected.sha256)
+    is_right = digest.hexdigest() == expected.sha256
+    if is_right:
+        os.replace(expected.part, expected.path)
+    else:
+        os.unlink(expected.part)
+    return is_right
 
 
 def sync(paths: list[bytes]) -> None:
-    """Sync files to disk, so that a file with its final name survives a power cut intact."""
+    """Sync files to disk, so that a tree survives a power cut intact."""
     flush: Any = os.fsync
     if len(paths) > 32:  # one sync of the file system is faster than one per file
         with contextlib.suppress(ImportError, AttributeError, OSError):  # none in this Python
@@ -378,11 +363,16 @@ def switch(destination: bytes, directory: bytes) -> None:
         raise
 
 
+def open_lock(path: bytes) -> int:
+    """Open a lock's file, never through a link."""
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+
+
 @contextlib.contextmanager
 def locked() -> Iterator[None]:
     """Hold the store's lock, which serializes deploys. A dead process holds no lock."""
     make_private(STATE)
-    with open(os.open(LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600), "r+") as file:
+    with open(open_lock(STORE_LOCK), "r+") as file:
         end_s = time.monotonic() + 600.0
         while True:
             try:
@@ -402,7 +392,7 @@ def serve(request: dict[str, Any]) -> None:
     receiver = Receiver(request)
     missing = receiver.missing()
     if request.get("dry_run"):
-        report_missing(missing, {})
+        report_missing(missing)
     elif missing or receiver.stale:
         with locked():
             missing = receiver.missing()  # another deploy may have delivered it meanwhile
@@ -415,15 +405,50 @@ def serve(request: dict[str, Any]) -> None:
     respond("result")
 
 
+def lock_machine() -> None:
+    """Take the machine's lock, or report its holder."""
+    make_private(STATE)
+    place = os.path.abspath(printable(MACHINE_LOCK))
+    if os.path.lexists(MACHINE_LOCK):
+        status = os.lstat(MACHINE_LOCK)
+        if status.st_uid != os.geteuid():
+            raise RefusedError(place + " belongs to another user", "remove it")
+        if not stat.S_ISREG(status.st_mode):
+            raise RefusedError(place + " is not a regular file", "remove it")
+    lock = open_lock(MACHINE_LOCK)
+    os.fchmod(lock, 0o600)
+    holder = json.loads(sys.stdin.readline())
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = {}
+        with contextlib.suppress(ValueError, TypeError):  # its owner is still writing it
+            holder = dict(json.loads(os.read(lock, 4096)))
+        respond("held", holder=holder)
+        return
+    os.ftruncate(lock, 0)
+    os.pwrite(lock, json.dumps({**holder, "holding_pid": os.getpid()}).encode(), 0)
+    here = os.getcwd()  # …/machines/THIS
+    is_of_machine = os.path.basename(os.path.dirname(here)) == "machines"
+    siblings = sorted(set(os.listdir("..")) - {os.path.basename(here)}) if is_of_machine else []
+    respond("locked", siblings=siblings[:100])
+    os.set_inheritable(lock, True)
+    os.execvp("cat", ["cat"])  # waits with a tenth of the memory of Python
+
+
 def main() -> int:
     """Serve the request that the host sends. Report errors as one line."""
     os.umask(0o077)
     try:
         check_store()
-        serve(json.loads(zlib.decompress(b"".join(read_input(int(sys.argv[1]))))))
+        if sys.argv[1] == "lock":
+            lock_machine()
+        else:
+            serve(json.loads(zlib.decompress(b"".join(read_input(int(sys.argv[1]))))))
         return 0
     except RefusedError as refused:
-        respond("error", message=str(refused), remedy=refused.remedy, exit_code=2)
+        exit_code = 1 if sys.argv[1] == "lock" else 2
+        respond("error", message=str(refused), remedy=refused.remedy, exit_code=exit_code)
     except BrokenPipeError:
         pass
     except OSError as error:

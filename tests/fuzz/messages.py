@@ -125,14 +125,14 @@ def _frames(content: bytes, directory: Path) -> None:
     for line in _lines(content):
         frame = decode_frame(line, {**ANSWERS, ERROR: ReportedError, DATA: bytes})
         if frame and frame[0] == "missing":
-            check_request(frame[1], [100, 200, 0, 5000, 1 << 40])
+            check_request(frame[1], 5)
 
 
 FRAMES = b"""\
 a line of a library
 @csdctl-progress {}
-@csdctl-missing {"ranges": [[0, 1], [3, 3]], "resume": {"1": 77}}
-@csdctl-missing {"ranges": [[3, 3]], "resume": {}}
+@csdctl-missing {"ranges": [[0, 1], [3, 3]]}
+@csdctl-missing {"ranges": [[3, 3]]}
 @csdctl-damaged {"numbers": [0, 3]}
 @csdctl-error {"message": "it is locked", "remedy": "wait", "exit_code": 2}
 @csdctl-data YWJj

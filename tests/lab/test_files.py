@@ -105,8 +105,8 @@ def test_read_only_home_is_reported_and_other_nodes_continue(project: Project) -
 def test_power_cut_leaves_no_partial_file_and_the_rest_is_sent_later(project: Project) -> None:
     node = project.lab.near[0]
     project.use(node)
-    content = os.urandom(SLOW_BYTES)
-    write_tree(project, large=content)
+    contents = {f"file{number}": os.urandom(SLOW_BYTES // 8) for number in range(8)}
+    write_tree(project, **contents)
     with slow_link_to(project.lab, node):
         process = project.start("deploy", "--tree", "tree:there")
         wait_until_a_quarter_arrived(node, process)
@@ -119,7 +119,7 @@ def test_power_cut_leaves_no_partial_file_and_the_rest_is_sent_later(project: Pr
     done, nodes = deploy(project)
     assert done.returncode == 0, done.stderr
     assert nodes["csd0"]["bytes_sent"] < SLOW_BYTES
-    assert deployed(node) == {"large": content}
+    assert deployed(node) == contents
 
 
 @pytest.mark.thorough

@@ -14,7 +14,7 @@ import pytest
 
 from csdctl.errors import InputError, NodeError, RemoteCommandError
 from csdctl.launch.leftovers import CleanupOptions, clean_machine
-from csdctl.shipping.deliver import Delivery, build_receiver, deliver
+from csdctl.shipping.deliver import Delivery, DeliveryProgress, build_receiver, deliver
 from csdctl.shipping.payload import TreeRequest, pack_payload, read_tree
 from csdctl.shipping.store import OBJECTS, hash_file, store_bytes
 from csdctl.transport.commands import read_program
@@ -220,25 +220,21 @@ class TestFaults:
         assert len(os.listdir(server.state / OBJECTS)) == len(parts(server.home)) + 2
 
     @pytest.mark.fault(27)
-    @pytest.mark.parametrize(
-        ("size", "part", "expected"),
-        [
-            (5_000_000, bytes(3_000_000), Delivery(1, 7_000_000, 0)),
-            (5_000, bytes(5_000), Delivery(1, 5_000, 0)),
-            (5_000, None, Delivery(0, 0, 1)),
-        ],
-        ids=["wrong beginning", "wrong content of the right size", "complete"],
-    )
-    def test_part_is_used_only_if_its_content_is_right(
-        self, node: Machine, host: Path, size: int, part: bytes | None, expected: Delivery
+    def test_files_that_arrived_before_an_interruption_are_not_sent_again(
+        self, node: Machine, host: Path
     ) -> None:
         session, home = node
-        stored = store_bytes(os.urandom(size), ".bin", host)
-        (home / OBJECTS).mkdir(parents=True)
-        content = stored.source.read_bytes() if part is None else part
-        (home / f"{stored.path}.part").write_bytes(content)
-        assert send(session, stored) == expected
-        assert hash_file(home / stored.path) == stored.sha256
+        files = [store_bytes(os.urandom(3_000_000), ".bin", host) for _ in range(2)]
+
+        def interrupt(progress: DeliveryProgress) -> None:
+            if progress.bytes_sent > 5_000_000:
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            send(session, *files, on_progress=interrupt)
+        (home / f"{files[1].path}.part").write_bytes(bytes(3_000_000))
+        assert send(session, *files) == Delivery(1, 3_000_000, 1)
+        assert [hash_file(home / file.path) for file in files] == [file.sha256 for file in files]
         assert not parts(home)
 
     @pytest.mark.fault(29)
@@ -264,7 +260,7 @@ class TestFaults:
         assert not (home / "there" / "big").exists()
         assert (home / "there" / "a").read_bytes() == b"one"
 
-    def test_file_that_arrives_damaged_twice_is_an_error_of_the_node(
+    def test_file_that_arrives_damaged_is_an_error_of_the_node(
         self, node: Machine, host: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         stored = store_bytes(b"right", ".bin", host)
