@@ -1,20 +1,16 @@
 """Needs of tests that a machine may not meet, and what provides them.
 
 A test says so with `@pytest.mark.needs("root", "chromium")`, a fixture by calling `require("lab")`. Where it
-is missing, the test is skipped, and the last lines of the session say what did not run and the command that
-makes it run. A test that finds out by trying, as one that downloads something, calls `miss`. With
-CSDCTL_TESTS_REQUIRE_ALL set, as in CI, it fails instead.
+is missing, the test is skipped, and the last lines of the session say the command that makes it run. A test
+that finds out by trying calls `miss`. With CSDCTL_TESTS_REQUIRE_ALL set, as in CI, it fails instead.
 """
 
 import functools
 import os
 import shutil
-import socket
 import subprocess
 import sys
-import tempfile
-from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -22,13 +18,11 @@ from typing import NoReturn
 import pytest
 
 from csdctl.emulation.limits import open_cgroup
-from csdctl.worker.sandbox.seccomp_filter import ARCHITECTURES, MACHINE, FilterProgram
+from csdctl.worker.sandbox.seccomp_filter import ARCHITECTURES, MACHINE
 
 REQUIRE_ALL = "CSDCTL_TESTS_REQUIRE_ALL"
 SYSTEM_PATH = "/usr/sbin:/sbin:/usr/local/sbin"
 SYSTEM_PYTHON = "/usr/bin/python3"
-SO_ATTACH_FILTER = 26
-NOT_RUN = "not run: needs "
 AS_ROOT = "run `make test` as root on a machine where root may create namespaces"
 USED = {
     "openssh-server": ("sshd",),
@@ -82,25 +76,12 @@ def require(*names: str) -> None:
 
 def miss(name: str, lack: str) -> NoReturn:
     """Skip the test, or fail where everything is required: the machine lacks `lack` of the need `name`."""
-    reason = f"{NOT_RUN}{name} ({lack})"
-    if os.environ.get(REQUIRE_ALL) and NEEDS[name].is_required_in_ci:
+    need = NEEDS[name]
+    remedy = need.remedy or f"apt-get install {' '.join(need.missing_packages)}"
+    reason = f"not run: needs {name} ({lack}) → {remedy}"
+    if os.environ.get(REQUIRE_ALL) and need.is_required_in_ci:
         pytest.fail(f"{reason}, and {REQUIRE_ALL} is set", pytrace=False)
     pytest.skip(reason)
-
-
-def describe_skipped(reasons: Iterable[str]) -> list[str]:
-    """Return the lines that say what did not run here, how often, and what makes it run."""
-    lines, packages = [], set[str]()
-    for reason, number in Counter(reasons).most_common():
-        name = reason.removeprefix(NOT_RUN).partition(" (")[0] if reason.startswith(NOT_RUN) else ""
-        need = NEEDS.get(name, Need())
-        remedy = f" → {need.remedy}" if need.remedy else ""
-        lines.append(f"{number} {'tests' if number > 1 else 'test'} {reason}{remedy}")
-        packages |= {*need.missing_packages}
-    if packages:
-        sudo = "" if os.geteuid() == 0 else "sudo "
-        lines.append(f"To run them: {sudo}apt-get install {' '.join(sorted(packages))}, then the same again")
-    return lines
 
 
 def is_installed(package: str) -> bool:
@@ -149,30 +130,6 @@ def _lack_of_cpu_cgroups() -> str:
     return ""
 
 
-@functools.cache
-def _without_permission(attempt: Callable[[], object]) -> str:
-    """Return why `attempt` is not permitted, or ''."""
-    try:
-        attempt()
-    except PermissionError as error:
-        return f"{attempt.__name__.strip('_')}: {error.strerror}"
-    return ""
-
-
-def _make_device() -> None:
-    with tempfile.TemporaryDirectory() as directory:
-        os.mknod(f"{directory}/null", 0o020666, os.makedev(1, 3))
-
-
-def _open_packet_socket() -> None:
-    socket.socket(socket.AF_PACKET, socket.SOCK_DGRAM).close()
-
-
-def _attach_filter() -> None:
-    with socket.socket() as filtered:
-        filtered.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, FilterProgram([(0x06, 0, 0, 0)]).header)
-
-
 def _unless(condition: Callable[[], object], lack: str) -> Callable[[], str]:
     return lambda: "" if condition() else lack
 
@@ -184,13 +141,6 @@ NEEDS = {
     "lab": Need(LAB_PACKAGES, AS_ROOT, _lack_of_namespaces),
     "root": Need((), "run `make test` as root", _lack_of_root),
     "cpu cgroups": Need((), "run `make test` where control groups are writable", _lack_of_cpu_cgroups, False),
-    "devices": Need(
-        (),
-        "run `make test` as root on a machine where root may make devices",
-        lambda: _without_permission(_make_device),
-    ),
-    "packets": Need((), "run `make test` as root", lambda: _without_permission(_open_packet_socket)),
-    "socket filters": Need((), "run `make test` as root", lambda: _without_permission(_attach_filter)),
     "seccomp": Need(
         (),
         "run `make test` on x86_64 or aarch64",

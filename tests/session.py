@@ -1,7 +1,7 @@
 """A session of tests: its directory, and the reaper that removes what the session leaves.
 
 The controlling pytest starts the reaper (tests/reaper.py), a process of its own, before anything else. It
-knows every descendant of pytest, and outlives pytest however that ends: Ctrl-C, SIGTERM or SIGKILL.
+outlives pytest however that ends: Ctrl-C, SIGTERM or SIGKILL.
 
 Everything temporary of a session is in `/tmp/ct-XXXX`, its TMPDIR: short, because Open MPI creates Unix
 sockets below it. The directory is locked while its session lives. It is kept if tests have failed, until the
@@ -48,6 +48,7 @@ class Session:
         """Let the reaper end and remove everything, except the directory if it is to be kept."""
         if keep:
             (self.directory / KEPT).touch()
+            print(f"The files of this session are kept in {self.directory} until the next one.")
         assert self._reaper.stdin
         self._reaper.stdin.close()
         self._reaper.wait()

@@ -350,32 +350,3 @@ def test_program_that_a_node_starts_on_the_host_does_not_see_the_gradients_of_ot
         assert reached == set()
     else:
         assert reached >= {"memory", "files", "environment", "signal", "signal_csdctl", "links"}
-
-
-COMMAND = """\
-exec 2>&1
-echo "spawned as $(id -u) in $PWD"
-echo secret=$(cat {private})
-echo owned > {target} && echo wrote
-ls {directory} && echo listed
-kill -0 {pid} && echo signalled
-echo agent=$SSH_AUTH_SOCK
-echo over
-sleep 1
-"""
-
-
-@pytest.mark.attack(2)
-def test_commands_that_a_node_starts_reach_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SSH_AUTH_SOCK", "/run/agent")
-    private, target, project = tmp_path / "private.txt", tmp_path / "owned", tmp_path / "project"
-    private.write_text("samples")
-    project.mkdir()
-    command = COMMAND.format(private=private, target=target, directory=project, pid=os.getpid())
-    with attacked(tmp_path, ["-c", command]) as links:
-        printed = links.printed()
-    print(printed)
-    assert len(re.findall("spawned as [0-9]+ ", printed)) == 2, "the attack was not made on both machines"
-    assert not target.exists()
-    for success in ("samples", "wrote", "listed", "signalled", "agent=/run"):
-        assert success not in printed

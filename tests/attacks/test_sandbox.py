@@ -20,7 +20,7 @@ from csdctl.shipping.worker_zip import pack_worker
 from csdctl.worker.protocol.sandbox import user_of_link
 from csdctl.worker.sandbox.seccomp_filter import MACHINE, FilterProgram
 from csdctl.worker.sandbox.seccomp_supervisor import NUM_THREADS
-from tests.needs import SO_ATTACH_FILTER, SYSTEM_PYTHON, require
+from tests.needs import SYSTEM_PYTHON, require
 from tests.patience import eventually, scaled
 
 pytestmark = pytest.mark.first(1)
@@ -268,7 +268,7 @@ def test_token_for_another_port_is_not_accepted(members: Members) -> None:
 
 
 @pytest.mark.attack(3)
-@pytest.mark.needs("packets")
+@pytest.mark.needs("root")
 def test_token_that_was_seen_on_the_network_is_not_accepted_again(members: Members) -> None:
     twice = LISTENING + 'accepted, peer = listening.accept()\nprint("again", flush=True)\n'
     with (
@@ -291,6 +291,7 @@ def test_token_that_was_seen_on_the_network_is_not_accepted_again(members: Membe
 
 
 ETH_P_IP = 0x0800
+SO_ATTACH_FILTER = 26
 LOAD_HALF, IF_EQUAL, RETURN = 0x28, 0x15, 0x06
 
 
@@ -341,7 +342,7 @@ def test_strangers_do_not_hold_up_a_member(members: Members, backlog: int, conte
 
 
 @pytest.mark.attack(3)
-@pytest.mark.needs("socket filters")
+@pytest.mark.needs("root")
 def test_port_does_not_exist_outside_of_the_networks(place: Path) -> None:
     me = users()[0]
     with Sandbox(me, place, ["-c", LISTENING], peers=["127.0.0.8/30", "fd77::/64"]) as listening:

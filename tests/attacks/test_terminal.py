@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import asyncssh
+import numpy as np
 import pytest
 import yaml
 
@@ -28,7 +29,7 @@ from tests.attacks.hostile_text import (
     hostile_facts,
 )
 from tests.attacks.terminal import on_terminal
-from tests.emulated.test_new_task import MODEL, save_samples
+from tests.emulated.small_jobs import dense_model
 from tests.unit.transport.conftest import USER, SshServer, running_server
 
 pytestmark = pytest.mark.first(1)
@@ -185,8 +186,8 @@ def test_terminal_obeys_no_greeting_before_login(tmp_path: Path, command: str) -
 @pytest.mark.attack(10)
 def test_terminal_and_logs_get_no_control_code_of_a_worker(machine: HostileMachine, tmp_path: Path) -> None:
     project = write_project(tmp_path / "project", {"csd0": machine})
-    (project / "model.py").write_text(MODEL)
-    save_samples(project / "public.npz", 64)
+    (project / "model.py").write_text(dense_model(2, outputs=1, activation="linear"))
+    np.savez(project / "public.npz", x=np.zeros((64, 2), np.float32), y=np.zeros((64, 1), np.float32))
     (project / "job.yaml").write_text(JOB.format(private=""))
     (project / "private.yaml").write_text(JOB.format(private=", private: {path: ~/private.npz}"))
     error = {"exit_code": 2, "message": FORGED + HOSTILE, "remedy": FORGED + HOSTILE}

@@ -83,7 +83,7 @@ def bind(path: Path) -> None:
         bind,
         os.mkfifo,
         pytest.param(
-            lambda path: os.mknod(path, 0o020666, os.makedev(1, 3)), marks=pytest.mark.needs("devices")
+            lambda path: os.mknod(path, 0o020666, os.makedev(1, 3)), marks=pytest.mark.needs("root")
         ),
     ],
 )
