@@ -561,7 +561,7 @@ class Run:
     @property
     def history(self) -> dict[str, list[float]]:
         """Loss and metrics of each epoch by name, as Keras' `History.history`: loss, accuracy, val_loss, …"""
-        nodes = [rank["node"] for rank in self.directory.load_manifest()["plan"]["ranks"]]
+        nodes = self.directory.read_manifest().nodes
         epochs = {  # a resumed run may repeat an epoch
             event.epoch: event
             for event in self.directory.read_events(nodes)

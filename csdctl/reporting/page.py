@@ -9,7 +9,6 @@ import re
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 from csdctl.notify import make_printable, shorten
 from csdctl.reporting import charts, tables
@@ -67,9 +66,7 @@ def render_page(runs: Sequence[RunResults]) -> str:
 def _headline(run: RunResults, name: str) -> str:
     """Return the headline of a run. `name` is its id among several."""
     started = datetime.fromtimestamp(run.series.start_s, UTC)
-    job: Any = run.manifest.get("job") or {}
-    model = job.get("model", "") if isinstance(job, dict) else ""
-    named = ", ".join(filter(None, [name, str(model)]))
+    named = ", ".join(filter(None, [name, str(run.manifest.job.get("model", ""))]))
     badge = " <strong class=badge>emulated fleet: not the speed of real devices</strong>"
     lines = "".join(f"<dt>{name}<dd>{_text(text)}" for name, text in write_headline(run).items())
     return (

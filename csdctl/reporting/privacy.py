@@ -13,22 +13,22 @@ amplification.
 import importlib.util
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from math import ceil
-from typing import Any
 
 from csdctl.errors import InputError
 from csdctl.fleet.facts import NETWORK_FILE_SYSTEMS
 from csdctl.fleet.model import SERVER_MARK
 from csdctl.fleet.names import format_node_names, names_by_value
 from csdctl.fleet.requirements import explain_extra
+from csdctl.placement.equation1 import Placed
 from csdctl.reporting.tally import members_of, newcomers_of
+from csdctl.runs.directory import Manifest
 from csdctl.runs.ledger import LedgerEntry
 from csdctl.transport.meter import TrafficClass
 from csdctl.worker.protocol.events import STOPPED, EpochEnd, Event, Finished, Joined, Progress
 from csdctl.worker.protocol.recipe import Noise
-from csdctl.worker.protocol.run_spec import RunSpec
+from csdctl.worker.protocol.run_spec import RankSpec, RunSpec
 
 PROMISE = (
     "No private sample and no name of a private file left its node in prepare, tune, train, predict and all "
@@ -110,14 +110,14 @@ def add_flows(entries: Iterable[LedgerEntry], run_id: str = "") -> list[Flow]:
     return sorted(flows, key=lambda flow: (flow.sender, flow.receiver, -flow.num_bytes))
 
 
-def list_readers(manifest: Mapping[str, Any]) -> dict[str, str]:
+def list_readers(manifest: Manifest) -> dict[str, str]:
     """Return, by node, who else can read where its private samples were prepared, as far as facts show it."""
     readers = {}
-    for shard in manifest["placed"]:
-        facts = manifest.get("fleet", {}).get("facts", {}).get(shard["name"], {})
+    for shard in manifest.placed:
+        facts = manifest.fleet.get("facts", {}).get(shard.name, {})
         users, kind = ", ".join(facts.get("home_shared_with", ())), facts.get("file_system")
-        if shard["num_private"] and (users or kind in NETWORK_FILE_SYSTEMS):
-            readers[shard["name"]] = f"on {kind}" + (f", in a home shared with {users}" if users else "")
+        if shard.num_private and (users or kind in NETWORK_FILE_SYSTEMS):
+            readers[shard.name] = f"on {kind}" + (f", in a home shared with {users}" if users else "")
     return readers
 
 
@@ -175,27 +175,23 @@ def plan_privacy(spec: RunSpec, events: Iterable[Event]) -> Privacy | None:
     counter = count_passes(events, len(spec.ranks))
     # At least one, whatever the stored events say.
     passes = [max(1, count + max(0, spec.recipe.epochs - counter.num_ended)) for count in counter.finish()]
-    samples = [(rank.node, rank.num_private, rank.num_repeated) for rank in spec.ranks]
-    return _build_privacy(spec.noise, samples, passes)
+    return _build_privacy(spec.noise, [rank.node for rank in spec.ranks], spec.ranks, passes)
 
 
-def measure_privacy(manifest: Mapping[str, Any], passes: "PassCounter") -> Privacy | None:
-    """Return the guarantee of a run so far. `manifest` is its manifest.json. None without noise.
-
-    `passes` has counted the events of the run.
-    """
-    if not manifest.get("noise"):
+def measure_privacy(manifest: Manifest, passes: "PassCounter") -> Privacy | None:
+    """Return the guarantee of a run so far, whose events `passes` has counted. None without noise."""
+    if manifest.noise is None:
         return None
-    samples = [(shard["name"], shard["num_private"], shard["num_repeated"]) for shard in manifest["placed"]]
-    return _build_privacy(Noise(**manifest["noise"]), samples, passes.finish())
+    return _build_privacy(manifest.noise, manifest.nodes, manifest.placed, passes.finish())
 
 
-def _build_privacy(noise: Noise, samples: Sequence[tuple[str, int, int]], passes: Sequence[int]) -> Privacy:
-    """`samples`, by rank: node, private samples read in an epoch, and the repeated ones among them."""
+def _build_privacy(
+    noise: Noise, names: Sequence[str], shards: Sequence[RankSpec | Placed], passes: Sequence[int]
+) -> Privacy:
     nodes = []
-    for (node, num_read, num_repeated), count in zip(samples, passes, strict=True):
-        if different := num_read - num_repeated:
-            num_releases = count * ceil(num_read / different)
+    for node, shard, count in zip(names, shards, passes, strict=True):
+        if different := shard.num_private - shard.num_repeated:
+            num_releases = count * math.ceil(shard.num_private / different)
             epsilon = compute_epsilon(noise, num_releases) if has_accountant() else None
             nodes.append(NodePrivacy(node, different, num_releases, epsilon))
     return Privacy(noise.l2_norm_clip, noise.noise_multiplier, noise.delta, tuple(nodes))

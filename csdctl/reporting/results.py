@@ -16,7 +16,7 @@ from csdctl.reporting.energy import RunEnergy, add_up_energy
 from csdctl.reporting.privacy import PassCounter, Privacy, measure_privacy
 from csdctl.reporting.series import RunSeries, SeriesBuilder
 from csdctl.reporting.tally import Tally, members_of
-from csdctl.runs.directory import ProjectDirectory, RunDirectory
+from csdctl.runs.directory import Manifest, ProjectDirectory, RunDirectory
 from csdctl.runs.ledger import MEASURED, read_power
 from csdctl.tuning.plan import DATA_PARALLEL, SPLIT
 from csdctl.worker.protocol.events import (
@@ -232,47 +232,44 @@ class RunFollower:
             self._open[epoch] = needed, hashes
 
 
-def summarize(run_id: str, manifest: dict[str, Any], run: RunFollower) -> RunSummary:
-    """Return the summary of a run. `manifest` is its manifest.json, and `run` has followed its events."""
-    plan, tally = manifest["plan"], run.tally
+def summarize(run_id: str, manifest: Manifest, run: RunFollower) -> RunSummary:
+    """Return the summary of a run, whose events `run` has followed."""
+    plan, tally = manifest.plan, run.tally
     ranks = tuple(
         RankSummary(
             number,
-            rank["node"],
-            rank["batch_size"],
-            num_private=placed["num_private"],
-            num_public=placed["public_stop"] - placed["public_start"],
+            rank.node,
+            rank.batch_size,
+            num_private=shard.num_private,
+            num_public=shard.num_public,
             samples_per_s=tally.ranks[number].own_throughput or 0.0,
-            alone_samples_per_s=rank.get("samples_per_s"),
+            alone_samples_per_s=rank.samples_per_s,
             compute_s=tally.ranks[number].compute_s,
             wait_s=tally.ranks[number].wait_s,
         )
-        for number, (rank, placed) in enumerate(zip(plan["ranks"], manifest["placed"], strict=True))
+        for number, (rank, shard) in enumerate(zip(plan.ranks, manifest.placed, strict=True))
     )
     # --max-steps may end the run within an epoch, which has an end then, too.
     num_done = run.last_epoch.global_samples + run.last_epoch.num_lost
-    num_samples = sum(rank.num_private + rank.num_public for rank in ranks)
+    num_samples = sum(shard.num_samples for shard in manifest.placed)
     is_within_epoch = run.finished.get(0) == MAX_STEPS and num_done < num_samples
     reports = tally.ranks[0]
-    strategy, samples_per_s = manifest.get("strategy", DATA_PARALLEL), reports.throughput or 0.0
-    reachable = None
-    if strategy == SPLIT:
+    samples_per_s, reachable = reports.throughput or 0.0, None
+    if manifest.strategy == SPLIT:
         busiest_s = max(rank.compute_s for rank in ranks)
         reachable = samples_per_s * reports.step_s / busiest_s if busiest_s else None
-    elif strategy == DATA_PARALLEL:
+    elif manifest.strategy == DATA_PARALLEL:
         alone = [rank.alone_samples_per_s for rank in ranks if rank.batch_size]
         reachable = sum(rate or 0.0 for rate in alone) if all(alone) else None
     # A host alone would compute features once, too, and an emulated one would have the cores of the nodes.
-    is_comparable = reachable and ranks[1:] and not plan.get("emulated")
-    predicted = (is_comparable and plan.get("predicted")) or {}
-    training = {rank.node for rank in ranks}
+    is_comparable = reachable and ranks[1:] and not plan.emulated
     best = run.best_epoch
     return RunSummary(
         run_id=run_id,
         state=run.state,
         reason=run.finished.get(0, ""),
-        emulated=bool(plan.get("emulated")),
-        method=plan["method"],
+        emulated=bool(plan.emulated),
+        method=plan.method,
         num_ranks=len(ranks),
         global_batch=sum(rank.batch_size for rank in ranks),
         epochs=tally.num_epochs - is_within_epoch,
@@ -280,9 +277,9 @@ def summarize(run_id: str, manifest: dict[str, Any], run: RunFollower) -> RunSum
         samples=tally.samples,
         training_s=reports.wall_s,
         samples_per_s=samples_per_s,
-        predicted_samples_per_s=manifest.get("predicted_samples_per_s"),
-        predicted_range=manifest.get("predicted_range"),
-        host_samples_per_s=predicted.get("host_samples_per_s"),
+        predicted_samples_per_s=manifest.predicted_samples_per_s,
+        predicted_range=manifest.predicted_range,
+        host_samples_per_s=plan.predicted.host_samples_per_s if is_comparable and plan.predicted else None,
         alone_samples_per_s=reachable,
         efficiency=samples_per_s / reachable if reachable and samples_per_s else None,
         **{name: getattr(run.last_epoch, name) for name in RESULTS},
@@ -293,13 +290,13 @@ def summarize(run_id: str, manifest: dict[str, Any], run: RunFollower) -> RunSum
         num_rebalanced=run.num_rebalanced,
         ranks=ranks,
         privacy=measure_privacy(manifest, run.passes),
-        strategy=strategy,
-        cut=manifest.get("cut", ""),
+        strategy=manifest.strategy,
+        cut=manifest.cut,
         noise_scale=median(run.noise_scales) if run.noise_scales else None,
         best_epoch=best.epoch if best.validation_loss is not None else 0,
         best_validation_loss=best.validation_loss,
         # A rank that was added by hand takes part.
-        left_out=tuple(name for name in plan.get("left_out", ()) if name not in training),
+        left_out=tuple(name for name in plan.left_out if name not in manifest.nodes),
     )
 
 
@@ -309,7 +306,7 @@ class RunResults:
 
     summary: RunSummary
     series: RunSeries
-    manifest: dict[str, Any]
+    manifest: Manifest
 
     @property
     def measured(self) -> str:
@@ -319,8 +316,8 @@ class RunResults:
 
 def read_results(run: RunDirectory) -> RunResults:
     """Add up the events of a run in one pass. Raises InputError for a run without any."""
-    manifest: Any = run.load_manifest()
-    nodes = [rank["node"] for rank in manifest["plan"]["ranks"]]
+    manifest = run.read_manifest()
+    nodes = manifest.nodes
     builder, follower, events = SeriesBuilder(nodes), RunFollower(len(nodes)), run.read_events(nodes)
     for time_s, event in events.with_times():
         builder.add(time_s, event)
@@ -346,15 +343,16 @@ def list_forecast_errors(project: ProjectDirectory) -> tuple[float, ...]:
     """
     errors = []
     for run_id in project.run_ids()[-NUM_COMPARED:]:
-        with suppress(InputError, OSError, KeyError, TypeError, ValueError):  # incomplete, or not a run
+        with suppress(InputError, OSError):  # incomplete, or not a run
             run, tally = project.find_run(run_id), Tally()
-            manifest: Any = run.load_manifest()
-            nodes = [rank["node"] for rank in manifest["plan"]["ranks"]]
-            events = run.read_events(nodes).skim() if manifest["predicted_range"] else ()  # of a trial
+            manifest = run.read_manifest()
+            nodes = manifest.nodes
+            events = run.read_events(nodes).skim() if manifest.predicted_range else ()  # of a trial
             compared = (event for _, event in islice(events, MAX_COMPARED_EVENTS) if not tally.add(event))
             is_whole = all(len(getattr(event, "batch_sizes", nodes)) == len(nodes) for event in compared)
-            if is_whole and tally.ranks[0].steps >= MIN_COMPARED_STEPS:
-                errors.append(log(tally.ranks[0].throughput / manifest["predicted_samples_per_s"]))
+            predicted, rate = manifest.predicted_samples_per_s, tally.ranks[0].throughput
+            if is_whole and predicted and rate and tally.ranks[0].steps >= MIN_COMPARED_STEPS:
+                errors.append(log(rate / predicted))
     return tuple(errors)
 
 
@@ -396,22 +394,21 @@ class RunStatus:
 def load_run_status(run: RunDirectory) -> RunStatus:
     """Return what is known of `run`. One whose files cannot be read has only its state."""
     try:
-        manifest: Any = run.load_manifest()
+        manifest = run.read_manifest()
     except InputError:
         return RunStatus(run.run_id, INTERRUPTED)
-    nodes = [rank["node"] for rank in manifest["plan"]["ranks"]]
+    nodes = manifest.nodes
     follower, last_event_s = RunFollower(len(nodes)), None
     for time_s, event in run.read_events(nodes).skim():
         last_event_s = time_s
         follower.add(event)
     latest, last_epoch = follower.latest, follower.last_epoch
-    recipe, job = manifest.get("recipe"), manifest.get("job")  # both may have been edited
-    epochs = recipe.get("epochs") if isinstance(recipe, dict) else 0
+    epochs = manifest.recipe.get("epochs")
     return RunStatus(
         run.run_id,
         read_end(run)[0] or follower.state,
-        job=str(job.get("path", "")) if isinstance(job, dict) else "",
-        strategy=str(manifest.get("strategy", DATA_PARALLEL)),
+        job=str(manifest.job.get("path", "")),
+        strategy=manifest.strategy,
         num_ranks=len(nodes),
         epochs=epochs if type(epochs) is int else 0,
         epoch=latest.epoch,
@@ -423,5 +420,5 @@ def load_run_status(run: RunDirectory) -> RunStatus:
         reason=follower.finished.get(0, ""),
         samples_per_s=follower.tally.ranks[0].throughput,
         last_event_s=last_event_s,
-        emulated=bool(manifest["plan"].get("emulated")),
+        emulated=bool(manifest.plan.emulated),
     )

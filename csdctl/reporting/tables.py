@@ -7,7 +7,7 @@ ranks reach alone, so that 100% loses nothing to waiting and communication.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from csdctl.fleet.model import HOST_NAME
@@ -240,13 +240,11 @@ def compare(runs: Sequence[RunResults], described: Sequence[Sequence[tuple[str, 
 
 def describe_settings(run: RunResults) -> list[tuple[str, str]]:
     """Return name and text of model, recipe and software of a run, as far as its manifest has them."""
-    keys = ("job", "versions", "recipe")  # a manifest may have been edited
-    parts = {key: value if isinstance(value := run.manifest.get(key), Mapping) else {} for key in keys}
-    defaults = json.loads(json.dumps(asdict(Recipe())))
-    recipe = {key: value for key, value in parts["recipe"].items() if value and value != defaults.get(key)}
-    software = {"csdctl": run.manifest.get("csdctl", "–"), **parts["versions"]}
+    manifest, defaults = run.manifest, json.loads(json.dumps(asdict(Recipe())))
+    recipe = {key: value for key, value in manifest.recipe.items() if value and value != defaults.get(key)}
+    software = {"csdctl": manifest.csdctl, **manifest.versions}
     pairs = {
-        "model": str(parts["job"].get("model", "")),
+        "model": str(manifest.job.get("model", "")),
         "recipe": ", ".join(f"{key}: {json.dumps(value)}" for key, value in recipe.items()),
         "software": ", ".join(f"{name} {version}" for name, version in software.items()),
     }

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import itertools
 import json
 import os
 import shlex
@@ -12,7 +13,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from csdctl.documents import check_values, load_json, make_directory, open_log, save_json, write_atomically
 from csdctl.errors import InputError
@@ -20,7 +21,7 @@ from csdctl.notify import Say, make_printable
 from csdctl.placement.equation1 import Placed
 from csdctl.runs.private import STATE_DIRECTORY, private_memory
 from csdctl.runs.stored_events import StoredEvents
-from csdctl.tuning.plan import Plan
+from csdctl.tuning.plan import DATA_PARALLEL, Plan
 from csdctl.worker.protocol.events import Event, Progress, WaitingFor, event_document
 from csdctl.worker.protocol.recipe import Noise
 from csdctl.worker.protocol.run_spec import step_file_in_memory
@@ -34,6 +35,8 @@ MAX_LOG_BYTES = 16 << 20
 MAX_LINE_BYTES = 1 << 16
 FREQUENT = (Progress, WaitingFor)
 """Events that come again and again; only those of rank 0 are needed to tell how far a run came."""
+Described = Annotated[dict[str, Any], BeforeValidator(lambda value: value if isinstance(value, dict) else {})]
+"""A part that only people need: empty where somebody has made something else of it."""
 
 
 class _Part(BaseModel):
@@ -51,7 +54,7 @@ class DataFingerprints(_Part):
 
 
 class Manifest(_Part):
-    """The content of manifest.json that csdctl reads."""
+    """The content of manifest.json that csdctl reads: job, plan, fleet, versions, hashes."""
 
     schema_version: Annotated[Literal[1], Field(alias="schema")]
     plan: Plan
@@ -61,6 +64,13 @@ class Manifest(_Part):
     noise: Noise | None = None
     server: str = ""
     """The server on which csdctl runs; '' for one server alone, or a machine beside the servers."""
+    strategy: str = DATA_PARALLEL
+    cut: str = ""
+    csdctl: Any = "–"
+    versions: Described = {}
+    job: Described = {}
+    recipe: Described = {}
+    fleet: Described = {}
     predicted_samples_per_s: Annotated[float, Field(gt=0)] | None = None
     predicted_range: tuple[Annotated[float, Field(gt=0)], Annotated[float, Field(gt=0)]] | None = None
 
@@ -83,17 +93,20 @@ class Manifest(_Part):
             position = shard.public_stop
         return self
 
+    @property
+    def nodes(self) -> list[str]:
+        """The machine of each rank."""
+        return [rank.node for rank in self.plan.ranks]
+
 
 def check_links(directory: Path) -> None:
     """Raise InputError for a symbolic link in a run's directory: csdctl writes none, and would follow it."""
-    for parent, directories, files in os.walk(directory):
-        for name in (".", *directories, *files):
-            path = Path(parent, name)
-            if path.is_symlink():
-                raise InputError(
-                    f"{path} is a symbolic link, which csdctl does not create in a run",
-                    remedy="replace it with the file itself, or remove it",
-                )
+    for path in itertools.chain([directory], directory.rglob("*")):
+        if path.is_symlink():
+            raise InputError(
+                f"{path} is a symbolic link, which csdctl does not create in a run",
+                remedy="replace it with the file itself, or remove it",
+            )
 
 
 class _Below:
@@ -119,7 +132,6 @@ class ProjectDirectory:
         return self.root / STATE_DIRECTORY
 
     known_hosts = _Below("known_hosts")
-    """csdctl's own known_hosts."""
     ledger = _Below("ledger.jsonl")
     """All bytes sent, by command, link and traffic class."""
     measurements = _Below("measurements.jsonl")
@@ -127,7 +139,6 @@ class ProjectDirectory:
     failed = _Below("failed.json")
     """The nodes on which the latest command failed."""
     runs = _Below("runs")
-    """All runs."""
     emulated = _Below("emulated")
     """The emulated fleet."""
     shards = _Below("shards")
@@ -203,7 +214,6 @@ class RunDirectory:
         return self.path.name
 
     manifest = _Below("manifest.json")
-    """Job, plan, fleet, versions, hashes."""
     spec = _Below("spec.json")
     """The specification sent to the ranks; `train --resume` sends the same."""
     events = _Below("events.jsonl")
@@ -224,7 +234,7 @@ class RunDirectory:
     """The model of the best epoch, of a run with validation data."""
 
     def rank_log(self, rank: int) -> Path:
-        """Return the path of the log of one rank."""
+        """Return the path of a rank's log."""
         return self.logs / f"rank-{rank}.log"
 
     def save_manifest(self, content: dict[str, object]) -> None:
@@ -232,20 +242,15 @@ class RunDirectory:
         save_json(self.manifest, content)
 
     def read_manifest(self) -> Manifest:
-        """Return what csdctl reads of manifest.json. Raises what `load_manifest` raises."""
-        return self._check_manifest(load_json(self.manifest, remedy=NEW_RUN))
+        """Read manifest.json. Raises InputError when it is missing, or its values do not belong together."""
+        content = load_json(self.manifest, remedy=NEW_RUN)
+        return check_values(content, Manifest, str(self.manifest), remedy=NEW_RUN)
 
     def load_manifest(self) -> dict[str, Any]:
-        """Read manifest.json. Raises InputError when it is missing, or its values do not belong together.
-
-        `Manifest` has the values that csdctl reads, with their types and defaults.
-        """
+        """Return all of manifest.json, to write it again. Raises what `read_manifest` raises."""
         content: dict[str, Any] = load_json(self.manifest, remedy=NEW_RUN)
-        checked = self._check_manifest(content)
-        return {**content, **checked.model_dump(by_alias=True)}
-
-    def _check_manifest(self, content: dict[str, Any]) -> Manifest:
-        return check_values(content, Manifest, str(self.manifest), remedy=NEW_RUN)
+        checked = self.read_manifest().model_dump(by_alias=True)
+        return {**content, **checked}
 
     def read_events(self, nodes: Sequence[str]) -> StoredEvents:
         """Return the stored events of the run, whose ranks are on `nodes`, in order."""
@@ -256,7 +261,7 @@ def find_run(
     project: ProjectDirectory,
     run_id: str | None,
     say: Say,
-    read: Callable[[RunDirectory], object] = RunDirectory.load_manifest,
+    read: Callable[[RunDirectory], object] = RunDirectory.read_manifest,
 ) -> RunDirectory:
     """Return the run `run_id`. None and LATEST: the latest one that can be read, and `say` names later ones.
 

@@ -7,6 +7,7 @@ import json
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -51,19 +52,12 @@ class Kind(Generic[ValueT, ClassT]):
 
     name: str
     lines: TypeAdapter[Stored[ValueT, ClassT]]
-    repeated_by: Callable[[ValueT], tuple[Any, ...]]
+    repeated_by: Callable[[ValueT], Any]
 
 
-PROBE = Kind(
-    "probe",
-    TypeAdapter(Stored[ProbeMeasurement, MachineClass]),
-    lambda probe: (probe.settings, probe.batch_size),
-)
-SUM = Kind(
-    "sum",
-    TypeAdapter(Stored[CollectiveMeasurement, FleetClass]),
-    lambda sums: (sums.num_ranks, sums.num_bytes),
-)
+PROBE_SETTINGS, SUM_SETTINGS = attrgetter("settings", "batch_size"), attrgetter("num_ranks", "num_bytes")
+PROBE = Kind("probe", TypeAdapter(Stored[ProbeMeasurement, MachineClass]), PROBE_SETTINGS)
+SUM = Kind("sum", TypeAdapter(Stored[CollectiveMeasurement, FleetClass]), SUM_SETTINGS)
 TRIAL = Kind("trial", TypeAdapter(Stored[TrialMeasurement, FleetClass]), lambda trial: ())
 KINDS: dict[str, Kind[Any, Any]] = {kind.name: kind for kind in (PROBE, SUM, TRIAL)}
 
@@ -123,7 +117,7 @@ class MeasurementStore:
             for stored in sorted(self._stored, key=lambda stored: stored.value.measured_at)
             if (stored.kind, stored.of.key, stored.model.hash, stored.recipe) == key
         ]
-        repeated: dict[tuple[Any, ...], list[ValueT]] = defaultdict(list)
+        repeated: dict[Any, list[ValueT]] = defaultdict(list)
         for value in values:
             repeated[kind.repeated_by(value)].append(value)
         return [value for value in values if value in repeated[kind.repeated_by(value)][-NUM_NEWEST:]]

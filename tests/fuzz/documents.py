@@ -136,9 +136,9 @@ def _written(write: Any) -> bytes:
 def _manifest(content: bytes, directory: Path) -> None:
     run = RunDirectory(directory / "run")
     _in_file(content, run.manifest)
-    manifest = run.load_manifest()
-    summarize("run", manifest, RunFollower(len(manifest["placed"])))
-    measure_privacy(manifest, count_passes([], len(manifest["placed"])))
+    manifest = run.read_manifest()
+    summarize("run", manifest, RunFollower(len(manifest.placed)))
+    measure_privacy(manifest, count_passes([], len(manifest.placed)))
 
 
 def _manifest_seeds() -> list[bytes]:

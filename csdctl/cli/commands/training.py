@@ -67,10 +67,8 @@ def train(
         return
     if resume and call.job_path == options.DEFAULT_JOB:
         with suppress(InputError):  # a run of another server is not here yet
-            job = find_started(streams.project, resume, lambda line: None).load_manifest().get("job")
-            call.job_path = (
-                Path(str(job["path"])) if isinstance(job, dict) and "path" in job else call.job_path
-            )
+            job = find_started(streams.project, resume, lambda line: None).read_manifest().job
+            call.job_path = Path(str(job.get("path", call.job_path)))
     train_options = TrainOptions(
         deadlines=Patience(start_s=start_timeout, silence_s=silence_timeout),
         max_steps=max_steps,

@@ -5,7 +5,6 @@ import io
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from csdctl.documents import check_output, save_text
 from csdctl.notify import Say, make_printable
@@ -87,13 +86,12 @@ def privacy(project: ProjectDirectory, run: RunDirectory, say: Say) -> PrivacyRe
     Raises InputError for a damaged run.
     """
     entries = list(read_ledger(project.ledger, say))
-    manifest: Any = run.load_manifest()
-    nodes = [rank["node"] for rank in manifest["plan"]["ranks"]]
-    events = run.read_events(nodes) if run.events.exists() else ()
+    manifest = run.read_manifest()
+    events = run.read_events(manifest.nodes) if run.events.exists() else ()
     return PrivacyReport(
         run.run_id,
         add_flows(entries, run.run_id),
         add_flows(entries),
-        measure_privacy(manifest, count_passes(events, len(nodes))),
+        measure_privacy(manifest, count_passes(events, len(manifest.nodes))),
         list_readers(manifest),
     )

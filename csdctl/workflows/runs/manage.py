@@ -118,7 +118,7 @@ def list_runs(project: ProjectDirectory, say: Say) -> list[RunStatus]:
             run = project.find_run(run_id)
             status = look_at(run)
             if not status.num_ranks:
-                run.load_manifest()  # says what is wrong with it
+                run.read_manifest()  # says what is wrong with it
             statuses.append(status)
     return statuses
 
@@ -213,7 +213,7 @@ def find_logs(run: RunDirectory, which: str | None) -> list[tuple[str, Path]]:
     Raises InputError for a log that does not exist.
     """
     try:
-        names = [str(rank["node"]) for rank in run.load_manifest()["plan"]["ranks"]]
+        names = run.read_manifest().nodes
     except InputError:
         names = [f"rank-{number}" for number, _ in enumerate(run.logs.glob("rank-*.log"))]
     logs = {OWN: run.own_log, **{node: run.rank_log(number) for number, node in enumerate(names)}}

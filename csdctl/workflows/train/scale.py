@@ -99,7 +99,7 @@ def _find_run(project: ProjectDirectory, plan: Plan, training: TrainRequest) -> 
         try:
             run = project.find_run(run_id)
             if (
-                Plan.model_validate(run.load_manifest()["plan"]).model_dump() == plan.model_dump()
+                run.read_manifest().plan.model_dump() == plan.model_dump()
                 and load_spec(run).max_steps == training.options.max_steps
                 and read_results(run).summary.state == COMPLETED
             ):

@@ -61,7 +61,7 @@ def find_noise_scale(project: ProjectDirectory, job: str) -> float:
     for run_id in reversed(project.run_ids()):
         with suppress(InputError):  # a foreign or damaged directory
             run = project.find_run(run_id)
-            if run.load_manifest()["plan"]["job"] == job and (scale := read_results(run).summary.noise_scale):
+            if run.read_manifest().plan.job == job and (scale := read_results(run).summary.noise_scale):
                 return scale
     raise InputError(
         f"no run of {job} has a gradient noise scale, which needs two ranks that train",

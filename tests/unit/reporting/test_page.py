@@ -5,40 +5,32 @@ import io
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from csdctl.notify import make_printable
+from csdctl.placement.equation1 import Placed
 from csdctl.reporting.charts import _shares
 from csdctl.reporting.page import render_page
 from csdctl.reporting.results import RunFollower, RunResults, read_results, summarize
 from csdctl.reporting.series import KINDS, SeriesBuilder
 from csdctl.reporting.tables import describe_settings
+from csdctl.runs.directory import Manifest
+from csdctl.tuning.plan import Plan, RankPlan
 from csdctl.worker.protocol.events import EpochEnd, Event, Failed, Joined, Progress, Ready
 from csdctl.workflows.reporting.report import render_csv
 from tests.watched_run import write_run
 
 EVIL = "<script>alert(1)</script>\" onload='x' $x^2$ &amp; ]]>"
 NODES = ("host", EVIL)
-MANIFEST: dict[str, Any] = {
-    "csdctl": "0.1.0",
-    "job": {"model": EVIL},
-    "versions": {EVIL: EVIL},
-    "fleet": {"facts": {EVIL: {"cpu_model": EVIL, "memory_bytes": EVIL}, "host": 7}},
-    "plan": {
-        "emulated": True,
-        "method": EVIL,
-        "ranks": [
-            {"node": "host", "batch_size": 60, "samples_per_s": 70.0},
-            {"node": EVIL, "batch_size": 10, "samples_per_s": 15.0},
-        ],
-    },
-    "placed": [
-        {"node": "host", "num_private": 0, "public_start": 0, "public_stop": 600},
-        {"node": EVIL, "num_private": 40, "public_start": 0, "public_stop": 60},
-    ],
-}
+RANKS = [RankPlan(node=node, batch_size=10, threads=4, samples_per_s=15.0) for node in NODES]
+MANIFEST = Manifest.model_construct(
+    csdctl="0.1.0",
+    job={"model": EVIL},
+    versions={EVIL: EVIL},
+    plan=Plan.model_construct(emulated=True, method=EVIL, ranks=RANKS),
+    placed=[Placed("host", 60, 0, 0, 600), Placed(EVIL, 10, 40, 600, 660)],
+)
 
 
 def results(run_id: str = "=HYPERLINK(1)", cell: str = "=cmd()") -> RunResults:
@@ -128,7 +120,9 @@ def test_run_that_ended_in_its_first_epoch_has_the_rates_and_waiting_of_its_rank
 
 def test_recipe_is_shown_where_it_differs_from_its_defaults() -> None:
     recipe = {"epochs": 5, "seed": 0, "learning_rate": 0.015, "early_stopping": None, "optimizer": "sgd"}
-    settings = dict(describe_settings(replace(results(), manifest=MANIFEST | {"recipe": recipe})))
+    settings = dict(
+        describe_settings(replace(results(), manifest=MANIFEST.model_copy(update={"recipe": recipe})))
+    )
     assert settings["recipe"] == 'epochs: 5, learning_rate: 0.015, optimizer: "sgd"'
 
 

@@ -3,11 +3,11 @@
 import math
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
 from csdctl.errors import InputError
+from csdctl.placement.equation1 import Placed
 from csdctl.reporting import privacy
 from csdctl.reporting.privacy import (
     add_flows,
@@ -30,6 +30,7 @@ from csdctl.worker.protocol.events import (
 )
 from csdctl.worker.protocol.recipe import Noise
 from csdctl.worker.protocol.run_spec import RankSpec, Runtime
+from tests.unit.reporting.test_results import MANIFEST as PLANNED
 from tests.unit.runs.manifests import spec_of
 
 NOISE = Noise(1.0, 8.0, 1e-5)
@@ -158,14 +159,12 @@ def test_every_pass_that_may_have_begun_counts(name: str) -> None:
     assert count_passes(events, 3).finish() == of_ranks
 
 
-MANIFEST: dict[str, Any] = {
-    "noise": {"l2_norm_clip": 1.0, "noise_multiplier": 8.0, "delta": 1e-5},
-    "placed": [
-        {"name": "host", "num_private": 0, "num_repeated": 0},
-        {"name": "csd0", "num_private": 40, "num_repeated": 0},
-        {"name": "csd1", "num_private": 25, "num_repeated": 15},
-    ],
-}
+PRIVATE = [
+    Placed("host", 60, 0, 0, 600),
+    Placed("csd0", 10, 40, 600, 660),
+    Placed("csd1", 10, 25, 660, 660, 15),
+]
+MANIFEST = PLANNED.model_copy(update={"noise": NOISE, "placed": PRIVATE})
 
 
 def test_repeated_samples_are_in_more_sums() -> None:

@@ -1,7 +1,6 @@
 """The results of a run with hand-computed totals, and what a list of runs says of it."""
 
 import math
-from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,6 +8,7 @@ from typing import Any
 import pytest
 
 from csdctl.documents import save_json
+from csdctl.placement.equation1 import Placed
 from csdctl.reporting.page import render_page
 from csdctl.reporting.results import (
     COMPLETED,
@@ -24,7 +24,8 @@ from csdctl.reporting.results import (
     summarize,
 )
 from csdctl.reporting.tables import describe_result, describe_run
-from csdctl.runs.directory import ProjectDirectory
+from csdctl.runs.directory import DataFingerprints, Manifest, ProjectDirectory
+from csdctl.tuning.plan import Plan, RankPlan
 from csdctl.worker.protocol.events import (
     MAX_STEPS,
     CheckpointSaved,
@@ -41,23 +42,21 @@ from csdctl.worker.protocol.events import STOPPED as ASKED_TO_STOP
 from tests.unit.runs.manifests import manifest_of, write_events
 
 NODES = ("host", "csd0", "csd1")
-MANIFEST: dict[str, Any] = {
-    "plan": {
-        "method": "stannis",
-        "emulated": True,
-        "ranks": [
-            {"node": "host", "batch_size": 60, "threads": 8, "samples_per_s": 70.0},
-            {"node": "csd0", "batch_size": 10, "threads": 4, "samples_per_s": 15.0},
-            {"node": "csd1", "batch_size": 10, "threads": 4, "samples_per_s": 15.0},
-        ],
-    },
-    "placed": [
-        {"node": "host", "num_private": 0, "public_start": 0, "public_stop": 600},
-        {"node": "csd0", "num_private": 40, "public_start": 0, "public_stop": 60},
-        {"node": "csd1", "num_private": 100, "public_start": 0, "public_stop": 0},
+PLANNED = {"host": (60, 70.0), "csd0": (10, 15.0), "csd1": (10, 15.0)}
+PLAN = Plan(
+    job="job",
+    job_fingerprint="0" * 16,
+    method="stannis",
+    emulated=True,
+    ranks=[
+        RankPlan(node=node, batch_size=size, threads=4, samples_per_s=rate)
+        for node, (size, rate) in PLANNED.items()
     ],
-    "predicted_samples_per_s": 90.0,
-}
+)
+PLACED = [Placed("host", 60, 0, 0, 600), Placed("csd0", 10, 40, 600, 660), Placed("csd1", 10, 100, 660, 660)]
+MANIFEST = Manifest(
+    schema=1, plan=PLAN, placed=PLACED, data=DataFingerprints(public="f"), predicted_samples_per_s=90.0
+)
 
 
 def epoch_end(rank: int, epoch: int, weights_hash: str = "") -> EpochEnd:
@@ -89,8 +88,14 @@ def follow(events: list[Event], num_ranks: int) -> RunFollower:
     return follower
 
 
-def summary(events: list[Event] = WHOLE, manifest: dict[str, Any] = MANIFEST) -> RunSummary:
-    return summarize("20260101-000000-abcd", manifest, follow(events, len(manifest["plan"]["ranks"])))
+def summary(events: list[Event] = WHOLE, **changes: Any) -> RunSummary:
+    manifest = MANIFEST.model_copy(update=changes)
+    return summarize("20260101-000000-abcd", manifest, follow(events, len(NODES)))
+
+
+def plan_of(rank: int, **changes: Any) -> Plan:
+    ranks = [replace(part, **changes) if part is PLAN.ranks[rank] else part for part in PLAN.ranks]
+    return PLAN.model_copy(update={"ranks": ranks})
 
 
 def test_whole_run_is_added_up_over_its_epochs() -> None:
@@ -109,7 +114,7 @@ def test_whole_run_is_added_up_over_its_epochs() -> None:
 
 def test_split_is_compared_with_its_busiest_rank() -> None:
     """The rates of whole models on each rank say nothing about parts of one."""
-    result = summary(manifest={**MANIFEST, "strategy": "split", "cut": "block_4"})
+    result = summary(strategy="split", cut="block_4")
     busiest_s = max(rank.compute_s for rank in result.ranks)
     host = result.ranks[0]
     assert (result.strategy, result.cut) == ("split", "block_4")
@@ -138,16 +143,14 @@ def test_run_that_ended_before_its_first_epoch_has_no_results(events: list[Event
 
 @pytest.mark.parametrize("rank", [0, 2])
 def test_missing_rate_of_a_rank_means_no_efficiency(rank: int) -> None:
-    manifest = deepcopy(MANIFEST)
-    del manifest["plan"]["ranks"][rank]["samples_per_s"]
-    result = summary(manifest=manifest)
+    result = summary(plan=plan_of(rank, samples_per_s=None))
     assert (result.alone_samples_per_s, result.efficiency) == (None, None)
     assert result.samples_per_s == pytest.approx(1600 / 18)
 
 
 def test_plan_whose_rates_were_measured_under_load_is_said_to_be_so() -> None:
-    manifest = MANIFEST | {"plan": MANIFEST["plan"] | {"left_out": ["csd2"]}}
-    result = dict(describe_run(replace(summary(manifest=manifest), efficiency=1.24)))
+    plan = PLAN.model_copy(update={"left_out": ["csd2"]})
+    result = dict(describe_run(replace(summary(plan=plan), efficiency=1.24)))
     assert result["efficiency"].endswith("measured under load: tune again")
     assert result["left out"].startswith("csd2: training is faster")
 
@@ -235,9 +238,7 @@ def test_epochs_whose_ends_a_power_failure_took_from_the_log_count() -> None:
 
 
 def test_machine_that_does_not_train_is_no_part_of_what_the_ranks_reach_alone() -> None:
-    host, *nodes = MANIFEST["plan"]["ranks"]
-    ranks = [{**host, "batch_size": 0, "samples_per_s": None}, *nodes]
-    result = summary(manifest={**MANIFEST, "plan": {**MANIFEST["plan"], "ranks": ranks}})
+    result = summary(plan=plan_of(0, batch_size=0, samples_per_s=None))
     assert (result.alone_samples_per_s, result.global_batch) == (pytest.approx(30.0), 20)
 
 

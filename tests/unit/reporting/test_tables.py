@@ -10,7 +10,7 @@ from csdctl.reporting.energy import MachineEnergy, RunEnergy
 from csdctl.reporting.results import RankSummary, RunResults
 from csdctl.reporting.tables import KINDS, build_scaling, tabulate_scaling, write_headline
 from tests.unit.reporting.test_page import results
-from tests.unit.reporting.test_results import summary
+from tests.unit.reporting.test_results import MANIFEST, summary
 from tests.unit.reporting.test_series import QUICK, SLOW, Spent, series_of
 
 SECONDS = 40
@@ -30,7 +30,7 @@ def run(*ranks: Spent, **changes: Any) -> RunResults:
         for rank, of in zip(base.ranks, ranks, strict=True)
     )
     changes = {"predicted_samples_per_s": None, "ranks": spent} | changes
-    return RunResults(replace(base, **changes), series_of(*([of] * SECONDS for of in ranks)), {})
+    return RunResults(replace(base, **changes), series_of(*([of] * SECONDS for of in ranks)), MANIFEST)
 
 
 @pytest.mark.parametrize(
