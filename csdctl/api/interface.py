@@ -63,7 +63,7 @@ from csdctl.workflows.train.request import TrainOptions as TrainOptions
 from csdctl.workflows.train.request import TrainRequest
 from csdctl.workflows.train.run import RunStopped as RunStopped
 from csdctl.workflows.train.verify import Verification, run_verification
-from csdctl.workflows.tune.request import TuneOptions as TuneOptions
+from csdctl.workflows.tune.tune import TuneOptions as TuneOptions
 from csdctl.workflows.tune.tune import tune_job
 from csdctl.workflows.workspace.workspace import choose_fleet
 

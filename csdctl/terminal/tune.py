@@ -113,12 +113,8 @@ def _describe_prediction(plan: Plan) -> Iterator[str]:
         f"{format_share(predicted.imbalance_share)} waiting for the slowest, "
         f"{format_share(predicted.communication_share)} communicating"
     )
-    if predicted.gain is not None and len({*plan.batch_sizes} - {0}) > 1:
-        yield f"compared with the best equal batch size, in trials of both: {predicted.gain:+.0%} samples/s"
     if plan.left_out:
-        names, gain = format_node_names(plan.left_out), predicted.gain_without_nodes
-        measured = "" if gain is None else f" by {gain:.0%}, in trials of both"
-        yield f"left out, because training is faster without them{measured}: {names}"
+        yield f"left out, because training is faster without them: {format_node_names(plan.left_out)}"
 
 
 def show_verified(streams: Streams, verification: Verification, *, emulated: bool) -> None:

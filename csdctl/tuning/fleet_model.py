@@ -16,13 +16,8 @@ from typing import Any
 
 from csdctl.fleet.model import HOST_NAME
 from csdctl.perfmodel.prediction import CollectiveCost, RankModel, StepTime, calibrate_overhead
-from csdctl.tuning.measurements import (
-    CollectiveMeasurement,
-    Point,
-    ProbeMeasurement,
-    ProbeOutcome,
-    TrialMeasurement,
-)
+from csdctl.tuning import measurements as measured
+from csdctl.tuning.measurements import Point
 from csdctl.tuning.plan import RankPlan
 from csdctl.tuning.search import BestPlan
 from csdctl.worker.protocol.run_spec import Runtime
@@ -74,7 +69,6 @@ def fit_step_time(probes: Sequence[Point]) -> StepTime:
 
 
 def _fit(columns: Array, times: Array) -> list[float]:
-    """Return the coefficients ≥ 0 of `columns`."""
     import numpy as np
 
     weights, fitted = np.ones_like(times), times
@@ -106,7 +100,7 @@ def non_negative(columns: Array, targets: Array) -> list[float]:
         kept.remove(negative[0])
 
 
-def fit_collective(sums: Sequence[CollectiveMeasurement]) -> CollectiveCost:
+def fit_collective(sums: Sequence[measured.CollectiveMeasurement]) -> CollectiveCost:
     """Fit the cost of a sum to timed `sums`, minimizing relative errors. 0 without measurements.
 
     Of repeated sums over as many ranks and bytes, the median of the newest counts.
@@ -172,7 +166,6 @@ def _line(peaks: Mapping[int, int]) -> tuple[int, float]:
 class TrialResult:
     """The steps of a trial. Sequences are in order of rank."""
 
-    num_steps: int
     step_s: float
     """Seconds from one step of the fleet to the next."""
     samples_per_s: float
@@ -244,24 +237,19 @@ class ClassModel:
         """Return how many of `size` samples a machine computes at once."""
         return min(size, self.max_at_once or size)
 
-    def step_time_at_once(self) -> StepTime:
-        """Return the step time in training, without a limit of memory. Raises ValueError without probes."""
-        return fit_step_time(self.points).scaled(self.in_step_factor)
-
     def step_time(self) -> StepTime:
         """Return the step time in training. Batches that exceed the memory are computed in micro-batches.
 
         Raises ValueError without probes.
         """
-        fitted = self.step_time_at_once()
-        at_once = self.max_at_once
+        fitted, at_once = fit_step_time(self.points).scaled(self.in_step_factor), self.max_at_once
         if at_once is None:
             return fitted
         if not self.is_divisible:
             return replace(fitted, largest=at_once)
         return replace(fitted, knee=at_once, above_knee_s=fitted.at(at_once) / at_once)
 
-    def with_probes(self, outcomes: Sequence[ProbeOutcome]) -> "ClassModel":
+    def with_probes(self, outcomes: Sequence[measured.ProbeOutcome]) -> "ClassModel":
         """Return the model updated with the outcomes of probes with its settings."""
         points, peaks, too_large = list(self.points), dict(self.peaks), self.too_large
         for outcome in outcomes:
@@ -331,20 +319,14 @@ class FleetModel:
         return replace(self, classes={**self.classes, name: changed})
 
     def step_times(self) -> dict[str, StepTime]:
-        """Return the step time of each class. Raises ValueError when one is unknown."""
-        return {name: members.step_time() for name, members in self.classes.items()}
+        """Return the step time of each machine. Raises ValueError when one is unknown."""
+        times = dict[str, StepTime]()
+        for members in self.classes.values():
+            times |= dict.fromkeys(members.machines, members.step_time())
+        return {name: times[name].scaled(self.outlier_factors.get(name, 1.0)) for name in self.machines}
 
-    def machine_step_times(self, step_times: Mapping[str, StepTime] | None = None) -> dict[str, StepTime]:
-        """Return the step time of each machine, in the order of the fleet. `step_times` by class name."""
-        by_class = self.step_times() if step_times is None else step_times
-        classes = {machine: name for name, members in self.classes.items() for machine in members.machines}
-        return {
-            machine: by_class[classes[machine]].scaled(self.outlier_factors.get(machine, 1.0))
-            for machine in self.machines
-        }
-
-    def candidates(self, step_times: Mapping[str, StepTime] | None = None) -> list[RankModel]:
-        """Return the machines that may train, in the order of the fleet. `step_times` by class name."""
+    def candidates(self) -> list[RankModel]:
+        """Return the machines that may train, in the order of the fleet."""
         return [
             RankModel(
                 machine,
@@ -352,7 +334,7 @@ class FleetModel:
                 is_required=machine in self.required,
                 private_share=self.private_shares.get(machine, 0.0),
             )
-            for machine, step_time in self.machine_step_times(step_times).items()
+            for machine, step_time in self.step_times().items()
         ]
 
     def sum_s(self, num_ranks: int) -> float:
@@ -364,7 +346,7 @@ class FleetModel:
         return self.sum_s(num_training + (not self.is_host_training))
 
 
-def learn_probes(model: FleetModel, outcomes: Mapping[str, ProbeOutcome]) -> FleetModel:
+def learn_probes(model: FleetModel, outcomes: Mapping[str, measured.ProbeOutcome]) -> FleetModel:
     """Return the model updated with one round of probes, by machine, with the settings of its class."""
     classes = {
         name: members.with_probes([outcomes[machine] for machine in members.machines if machine in outcomes])
@@ -391,36 +373,26 @@ def learn_trial(model: FleetModel, tried: TriedPlan) -> FleetModel:
         for machine, ratio in ratios.items():
             outliers[machine] = ratio / usual if abs(ratio / usual - 1) > OUTLIER_TOLERANCE else 1.0
     learned = replace(model, classes=classes, outlier_factors=outliers)
-    step_times = learned.machine_step_times()
+    step_times = learned.step_times()
     ranks = [(step_times[machine], size) for machine, size in sizes.items()]
     sum_s = model.sum_s(len(tried.ranks))
     return replace(learned, overhead_factor=calibrate_overhead(ranks, tried.result.step_s, sum_s))
 
 
-def recall_class(blank: ClassModel, probes: Sequence[ProbeMeasurement]) -> ClassModel:
+def recall_class(blank: ClassModel, probes: Sequence[measured.ProbeMeasurement]) -> ClassModel:
     """Return `blank` with earlier `probes` of this model, recipe and machine class, oldest first.
 
     Probes with other settings do not count.
     """
     probes = [probe for probe in probes if probe.settings == blank.settings]
-    points, peaks, too_large = list[Point](), dict[int, int](), 0
-    for probe in probes:
-        size = probe.batch_size
-        if probe.step_time_s is None:
-            too_large = min(size, too_large or size)
-        elif not probe.is_from_trial:
-            points.append(Point(size, probe.step_time_s))
-            if probe.peak_memory_bytes:
-                peaks[size] = max(probe.peak_memory_bytes, peaks.get(size, 0))
-                if size >= too_large:
-                    too_large = 0  # another process had used the memory at that time
-    recalled = replace(blank, points=tuple(points), peaks=peaks, too_large=too_large or None)
+    recalled = blank.with_probes([probe for probe in probes if not probe.is_from_trial])
+    recalled = replace(recalled, num_new_probes=0)
     # An interrupted tuning has probes but no trial.
-    newest = recall_in_step(probes, fit_step_time(points)) if points else None
+    newest = recall_in_step(probes, fit_step_time(recalled.points)) if recalled.points else None
     return recalled.with_trial(*newest) if newest else recalled
 
 
-def recall_overhead(trials: Sequence[TrialMeasurement], model: FleetModel) -> float | None:
+def recall_overhead(trials: Sequence[measured.TrialMeasurement], model: FleetModel) -> float | None:
     """Return the overhead factor in the newest of `trials`, oldest first, of several ranks.
 
     None without such a trial, or when it has a class that is not in `model`.
@@ -429,18 +401,19 @@ def recall_overhead(trials: Sequence[TrialMeasurement], model: FleetModel) -> fl
     if trial is None:
         return None
     names = [HOST_NAME, *(rank.machine_class for rank in trial.ranks[1:])]
+    # An idle host computes nothing, but takes part in the sum.
     sizes = [
         (name, rank.batch_size) for name, rank in zip(names, trial.ranks, strict=True) if rank.batch_size
     ]
     if any(name not in model.classes for name, _ in sizes):
         return None
-    # An idle host computes nothing, but takes part in the sum.
-    step_times = model.step_times()
-    ranks = [(step_times[name], size) for name, size in sizes]
+    ranks = [(model.classes[name].step_time(), size) for name, size in sizes]
     return calibrate_overhead(ranks, trial.step_s, model.sum_s(len(trial.ranks)))
 
 
-def recall_in_step(probes: Sequence[ProbeMeasurement], step_time: StepTime) -> tuple[int, float] | None:
+def recall_in_step(
+    probes: Sequence[measured.ProbeMeasurement], step_time: StepTime
+) -> tuple[int, float] | None:
     """Return a batch size of the newest trial and its time relative to `step_time`. None without a trial."""
     ratios: dict[float, list[tuple[int, float]]] = defaultdict(list)
     for probe in probes:

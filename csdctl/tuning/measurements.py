@@ -18,15 +18,12 @@ NUMBER_BYTES, HALVED_BYTES = 4, 2
 
 @dataclass(frozen=True)
 class ModelProperties:
-    """A model, and the properties that determine its step time. 0: unknown."""
+    """A model, and the properties that determine its step time."""
 
     hash: str
     """Hash of the architecture. Weights do not affect the step time."""
     name: str
-    num_parameters: int = 0
     num_trainable: int = 0
-    num_operations: int = 0
-    """Floating-point operations of the forward pass for one sample."""
     is_divisible: bool = True
     """Whether a batch can be computed in micro-batches."""
     number_bytes: int = NUMBER_BYTES
@@ -52,31 +49,24 @@ class Point:
 
 @dataclass(frozen=True)
 class ProbeOutcome:
-    """One batch size, probed on one machine."""
+    """One batch size, measured on one machine."""
 
     batch_size: int
     step_time_s: float | None
     """Mean of forward, backward and apply. None: the batch did not fit in memory."""
-    num_steps: int = 0
-    peak_memory_bytes: int = 0
-    """Peak of the process at this batch size. 0: an earlier, larger size had set it."""
+    peak_memory_bytes: int | None = 0
+    """Peak of the process at this batch size. 0: an earlier, larger size had set it. None: unknown."""
     is_oom_kill: bool = False
     """Whether the process was killed at this size. False without a time: it was predicted not to fit."""
 
 
-@dataclass(frozen=True)
-class ProbeMeasurement:
-    """One batch size, measured on one machine."""
+@dataclass(frozen=True, kw_only=True)
+class ProbeMeasurement(ProbeOutcome):
+    """A probe, or a rank's step in a trial, as it is stored."""
 
     settings: Runtime
-    batch_size: int
     measured_at: float
     """Unix time."""
-    step_time_s: float | None
-    """Mean of forward, backward and apply. None: the batch did not fit in memory."""
-    num_steps: int = 0
-    peak_memory_bytes: int | None = None
-    """Peak of the process so far. 0: an earlier, larger size had set it. None: unknown."""
 
     @property
     def is_from_trial(self) -> bool:
@@ -132,10 +122,7 @@ class ForecastErrors:
     @property
     def spread(self) -> Spread:
         """The spread of a forecast of a plan that was not tried: errors of the model, and changes since."""
-        model, drift = (
-            estimate_spread(self.modelled, MODELLED_SIGMA),
-            estimate_spread(self.tried, TRIED_SIGMA),
-        )
+        model, drift = estimate_spread(self.modelled, MODELLED_SIGMA), self.after_trial(0.0)
         return Spread(model.variance + drift.variance, min(model.num_degrees, drift.num_degrees))
 
     def after_trial(self, trial_error: float) -> Spread:
@@ -170,11 +157,4 @@ def describe_model(info: ModelInfo, architecture_hash: str, code_hash: str = "")
         numbers = f"{info.num_parameters} {info.num_trainable} {info.num_operations}"
         parts = [info.name if info.has_own_step else architecture_hash, numbers, code_hash]
         identity = hashlib.sha256(" ".join(parts).encode()).hexdigest()
-    return ModelProperties(
-        hash=identity,
-        name=info.name,
-        num_parameters=info.num_parameters,
-        num_trainable=info.num_trainable,
-        num_operations=info.num_operations,
-        is_divisible=not info.has_own_step,
-    )
+    return ModelProperties(identity, info.name, info.num_trainable, is_divisible=not info.has_own_step)

@@ -158,10 +158,6 @@ class Predicted(Document):
     compute_share: float
     imbalance_share: float
     communication_share: float
-    gain: float | None = None
-    """The gain in samples/s over the best equal batch size, where both were tried."""
-    gain_without_nodes: float | None = None
-    """The gain over the best plan of all nodes, if some are left out and both were tried."""
     is_confirmed: bool = False
     """Whether the figures are from a trial of all ranks."""
 

@@ -7,16 +7,16 @@ until every class was measured there: large steps take long, and the trial measu
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from math import ceil
 
 from csdctl.errors import option
 from csdctl.fleet.model import HOST_NAME
-from csdctl.perfmodel.prediction import StepTime, predict
+from csdctl.perfmodel.prediction import predict
 from csdctl.tuning.fleet_model import ClassModel, FleetModel, TrialResult, TriedPlan, predict_peak_bytes
 from csdctl.tuning.measurements import ForecastErrors
 from csdctl.tuning.plan import MAX_BATCH_SIZE, Predicted, RankPlan
-from csdctl.tuning.search import BestPlan, Limits, best_equal, find_best, find_best_ranks
+from csdctl.tuning.search import BestPlan, Limits, find_best, find_best_ranks
 from csdctl.tuning.stannis import TuningError
 
 GOODPUT_SIZES = 20
@@ -48,20 +48,11 @@ class TunedFleet:
     model: FleetModel
     tried: TriedPlan
     """The plan that reached the most samples/s in a trial."""
-    gain: float | None = None
-    """Gain in samples/s over the best equal batch size, as a share, at least 0. None: it was not tried."""
-    gain_without_nodes: float | None = None
-    """Gain over the best plan of all nodes. None: no node is left out, or it was not tried."""
 
 
-def choose_plan(
-    model: FleetModel, limits: Limits, step_times: Mapping[str, StepTime] | None = None
-) -> BestPlan:
-    """Return the plan with the most samples/s. `step_times` by class, None: as modelled.
-
-    Raises TuningError when no plan satisfies the limits.
-    """
-    candidates = model.candidates(step_times)
+def choose_plan(model: FleetModel, limits: Limits) -> BestPlan:
+    """Return the plan with the most samples/s. Raises TuningError when no plan satisfies the limits."""
+    candidates = model.candidates()
     if not model.is_host_training:
         return find_best(candidates, limits, model.sum_s_of_training, model.overhead_factor)
     host, *nodes = candidates
@@ -101,13 +92,6 @@ def predict_samples_per_s(model: FleetModel, batch_sizes: Mapping[str, int]) -> 
     return predict(members, [*batch_sizes.values()], sum_s, model.overhead_factor).samples_per_s
 
 
-def choose_equal_plan(model: FleetModel, limits: Limits) -> BestPlan | None:
-    """Return the fastest plan with the same batch size on every machine. None: there is no such plan."""
-    if any(share > 1 / len(model.machines) for share in model.private_shares.values()):
-        return None  # a machine has more private samples than its part of equal batches
-    return best_equal(model.candidates(), limits, model.sum_s_of_training, model.overhead_factor)
-
-
 def predict_host_samples_per_s(model: FleetModel, limits: Limits) -> float | None:
     """Predict the samples/s of the host alone. None if it does not train, or the limits allow no plan."""
     hosts = [rank for rank in model.candidates() if rank.node == HOST_NAME]
@@ -118,7 +102,7 @@ def predict_host_samples_per_s(model: FleetModel, limits: Limits) -> float | Non
 
 def plan_ranks(model: FleetModel, best: BestPlan) -> tuple[RankPlan, ...]:
     """Return the ranks of the plan file, the host first, with batch size 0 when it does not train."""
-    step_times = model.machine_step_times()
+    step_times = model.step_times()
     ranks = []
     for machine, batch_size in best.batch_sizes.items():
         members = model.class_of(machine)
@@ -140,15 +124,9 @@ def plan_ranks(model: FleetModel, best: BestPlan) -> tuple[RankPlan, ...]:
 
 
 def confirmed_prediction(
-    batch_sizes: Sequence[int],
-    result: TrialResult,
-    errors: ForecastErrors,
-    host_samples_per_s: float | None,
-    *,
-    gain: float | None = None,
-    gain_without_nodes: float | None = None,
+    batch_sizes: Sequence[int], result: TrialResult, errors: ForecastErrors, host_samples_per_s: float | None
 ) -> Predicted:
-    """Return the prediction from a plan's trial. The gains are relative to other plans that were tried.
+    """Return the prediction from a plan's trial.
 
     `batch_sizes` in order of rank. `errors` of earlier forecasts. `host_samples_per_s` of the host alone.
     """
@@ -169,8 +147,6 @@ def confirmed_prediction(
         compute_share=round(compute_share, 4),
         imbalance_share=round(max(0.0, 1 - compute_share - communication_share), 4),
         communication_share=round(communication_share, 4),
-        gain=None if gain is None else round(gain, 3),
-        gain_without_nodes=None if gain_without_nodes is None else round(gain_without_nodes, 3),
         is_confirmed=True,
     )
 
@@ -182,30 +158,16 @@ def next_probes(model: FleetModel, limits: Limits) -> dict[str, int]:
     """
     for members in model.classes.values():
         _check_memory(members)
-    planned: Mapping[str, int] = {}
+    sizes: Mapping[str, int] = {}
     if all(members.points for members in model.classes.values()):
-        times = {name: members.step_time_at_once() for name, members in model.classes.items()}
-        planned = _choose_class_sizes(model, limits, times)
+        unlimited = {name: replace(its, peaks={}, too_large=None) for name, its in model.classes.items()}
+        sizes = choose_plan(replace(model, classes=unlimited), limits).batch_sizes
     most = max(1, limits.largest_global_batch - len(model.machines) + 1)
-    return {
-        machine: size
-        for name, members in model.classes.items()
-        for machine, size in zip(
-            members.machines, _next_class_sizes(members, planned.get(name), most), strict=False
-        )
-    }
-
-
-def _choose_class_sizes(
-    model: FleetModel, limits: Limits, step_times: Mapping[str, StepTime]
-) -> dict[str, int]:
-    """Return the largest batch size of each class in the best plan, without classes that are left out."""
-    sizes = choose_plan(model, limits, step_times).batch_sizes
-    return {
-        name: max(sizes[machine] for machine in training)
-        for name, members in model.classes.items()
-        if (training := [machine for machine in members.machines if machine in sizes])
-    }
+    probes: dict[str, int] = {}
+    for members in model.classes.values():
+        planned = max((sizes[machine] for machine in members.machines if machine in sizes), default=None)
+        probes |= zip(members.machines, _next_class_sizes(members, planned, most), strict=False)
+    return probes
 
 
 def _check_memory(members: ClassModel) -> None:

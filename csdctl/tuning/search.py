@@ -119,25 +119,6 @@ def _rate(plan: BestPlan) -> float:
     return plan.prediction.samples_per_s
 
 
-def best_equal(
-    candidates: Sequence[RankModel], limits: Limits, sum_s: Callable[[int], float], overhead_factor: float
-) -> BestPlan | None:
-    """Return the fastest plan with the same batch size on all ranks. None when the limits allow none.
-
-    Its global batch is at most an exact one in `limits`, which the number of ranks need not divide.
-    """
-    largest = limits.largest_global_batch // len(candidates)
-    largest = min([largest, *(rank.step_time.largest for rank in candidates if rank.step_time.largest)])
-    if largest < 1:
-        return None
-    plans = []
-    for size in sorted({max(1, round(largest * share / NUM_TIMES)) for share in range(1, NUM_TIMES + 1)}):
-        sizes = dict.fromkeys((candidate.node for candidate in candidates), size)
-        prediction = predict(candidates, [*sizes.values()], sum_s(len(candidates)), overhead_factor)
-        plans.append(BestPlan(sizes, prediction))
-    return max(plans, key=lambda plan: (_rate(plan), plan.global_batch))
-
-
 def _fleets(candidates: Sequence[RankModel], limits: Limits) -> Iterable[Sequence[RankModel]]:
     """Yield the complete fleet, then fleets without an increasing number of the slowest optional nodes.
 

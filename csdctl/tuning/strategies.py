@@ -246,7 +246,6 @@ class Training:
     def _forecast(
         self, strategy: Strategy, cut: str, batch_sizes: Mapping[str, int], epoch_s: float
     ) -> StrategyForecast:
-        """Return the forecast of a strategy that prepares nothing before its first epoch."""
         run_s = self.start_s + self.epochs * epoch_s
         return StrategyForecast(
             strategy=strategy,
@@ -277,12 +276,10 @@ class Training:
         return place_shards(batch_sizes, self.num_private, self.num_public, is_repeating=self.is_repeating)
 
     def _sample_s(self, machine: str) -> float:
-        """Return the seconds of a sample among as many as parts are timed with."""
         return self.step_times[machine].at(MEASURED_BATCH) / MEASURED_BATCH
 
     @property
     def _evaluation_s(self) -> float:
-        """Seconds in which the host evaluates the whole model on all validation samples."""
         return self.num_validation * self.evaluation_share * self._sample_s(HOST_NAME)
 
 

@@ -118,9 +118,7 @@ def _plan_seeds() -> list[bytes]:
         {"node": "csd0", "batch_size": 8, "threads": 4, "max_batch_size": 64, "micro_batch_size": 4},
     ]
     shares = {"compute_share": 0.8, "imbalance_share": 0.1, "communication_share": 0.1}
-    predicted = Predicted(
-        global_batch=72, batch_sizes=[64, 8], step_s=0.5, samples_per_s=144.0, gain=0.1, **shares
-    )
+    predicted = Predicted(global_batch=72, batch_sizes=[64, 8], step_s=0.5, samples_per_s=144.0, **shares)
     plan = Plan(job="job", job_fingerprint="0" * 16, method="csdctl", ranks=ranks, predicted=predicted)
     return [_written(lambda path: save_plan(path, plan))]
 

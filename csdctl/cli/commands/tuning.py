@@ -59,8 +59,7 @@ def tune(
     from csdctl.terminal.prepare import PreparationScreen
     from csdctl.terminal.tune import plan_document, render_plan
     from csdctl.tuning.search import Limits
-    from csdctl.workflows.tune.request import TuneOptions
-    from csdctl.workflows.tune.tune import tune_job
+    from csdctl.workflows.tune.tune import TuneOptions, tune_job
 
     streams = call.streams
     tune_options = TuneOptions(

@@ -230,7 +230,7 @@ def _scale(
     model = replace(model, collective_cost=fit_collective(measurements.collectives()))
     overhead_factor = measurements.recall_overhead(model) or 1.0
     if plan and (prediction := plan.prediction):
-        step_times, num_ranks = model.machine_step_times(), len(plan.ranks)
+        step_times, num_ranks = model.step_times(), len(plan.ranks)
         ranks = [(step_times[rank.node], rank.batch_size) for rank in plan.ranks]
         overhead_factor = calibrate_overhead(ranks, prediction.step_s, model.sum_s(num_ranks))
     is_private = job.private_path is not None

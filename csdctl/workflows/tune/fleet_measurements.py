@@ -17,26 +17,10 @@ from csdctl.fleet.model import HOST_NAME, Fleet
 from csdctl.fleet.names import names_by_value
 from csdctl.job.model import Job, python_files
 from csdctl.runs.measurements import PROBE, SUM, TRIAL, MeasurementStore
-from csdctl.tuning.fleet_model import (
-    ClassModel,
-    FleetModel,
-    TriedPlan,
-    learn_probes,
-    learn_trial,
-    rank_memory_bytes,
-    recall_class,
-    recall_overhead,
-)
-from csdctl.tuning.measurements import (
-    CollectiveMeasurement,
-    ForecastErrors,
-    ModelProperties,
-    ProbeMeasurement,
-    ProbeOutcome,
-    TrialMeasurement,
-    TrialRank,
-    compare_trials,
-)
+from csdctl.tuning import fleet_model
+from csdctl.tuning import measurements as measured
+from csdctl.tuning.fleet_model import ClassModel, FleetModel, TriedPlan
+from csdctl.tuning.measurements import CollectiveMeasurement, ProbeMeasurement
 from csdctl.worker.protocol.datasets import DatasetInfo
 from csdctl.worker.protocol.events import SumTimed
 from csdctl.workflows.train.plan import default_runtime
@@ -47,7 +31,7 @@ class FleetMeasurements:
 
     def __init__(
         self,
-        model: ModelProperties,
+        model: measured.ModelProperties,
         recipe: str,
         fleet: Fleet,
         facts: Mapping[str, Facts],
@@ -84,7 +68,7 @@ class FleetMeasurements:
 
     def _recall_class(self, machines: Sequence[str]) -> ClassModel:
         first, facts = machines[0], self._facts
-        limits = (rank_memory_bytes(facts[machine].usable_memory_bytes) for machine in machines)
+        limits = (fleet_model.rank_memory_bytes(facts[machine].usable_memory_bytes) for machine in machines)
         blank = ClassModel(
             tuple(machines),
             default_runtime(first, self.fleet, facts),
@@ -92,18 +76,18 @@ class FleetMeasurements:
             is_divisible=self.model.is_divisible,
         )
         probes = self._store.find(PROBE, self._machine_classes[first].key, self.model.hash, self._recipe)
-        return recall_class(blank, probes)
+        return fleet_model.recall_class(blank, probes)
 
     def recall_overhead(self, model: FleetModel) -> float | None:
         """Return the overhead factor of `model` in the newest trial on such a fleet. None without one."""
-        return recall_overhead(self._trials(), model)
+        return fleet_model.recall_overhead(self._trials(), model)
 
-    def forecast_errors(self) -> ForecastErrors:
+    def forecast_errors(self) -> measured.ForecastErrors:
         """Return the errors of earlier forecasts: of this model on such a fleet, and for runs."""
-        errors = compare_trials(self._trials())
+        errors = measured.compare_trials(self._trials())
         return replace(errors, tried=(*errors.tried, *self._errors))
 
-    def _trials(self) -> list[TrialMeasurement]:
+    def _trials(self) -> list[measured.TrialMeasurement]:
         return self._store.find(TRIAL, self._fleet_class.key, self.model.hash, self._recipe)
 
     def collectives(self) -> list[CollectiveMeasurement]:
@@ -118,45 +102,40 @@ class FleetMeasurements:
         ]
         self._store.add(SUM, self._fleet_class, measured)
 
-    def learn_probes(self, model: FleetModel, outcomes: Mapping[str, ProbeOutcome]) -> FleetModel:
+    def learn_probes(self, model: FleetModel, outcomes: Mapping[str, measured.ProbeOutcome]) -> FleetModel:
         """Return the model updated with one round of probes, by machine, and store them.
 
         A size that was only predicted not to fit in memory is not stored: more may be free next time. Nor is
         a size at which a process was killed although a larger size fitted.
         """
-        now, model = time.time(), learn_probes(model, outcomes)
+        now, model = time.time(), fleet_model.learn_probes(model, outcomes)
         for machine, outcome in outcomes.items():
             members = model.class_of(machine)
             is_too_large = outcome.is_oom_kill and outcome.batch_size >= (members.too_large or math.inf)
             if outcome.step_time_s is not None or is_too_large:
-                probe = ProbeMeasurement(
-                    members.settings,
-                    outcome.batch_size,
-                    measured_at=now,
-                    step_time_s=outcome.step_time_s,
-                    num_steps=outcome.num_steps,
-                    peak_memory_bytes=outcome.peak_memory_bytes,
-                )
+                probe = ProbeMeasurement(**asdict(outcome), settings=members.settings, measured_at=now)
                 self._add_probe(machine, probe)
         return model
 
     def learn_trial(self, model: FleetModel, tried: TriedPlan) -> FleetModel:
         """Return the model updated with a trial, and store it, outliers with the step time of their class."""
-        now, result, model = time.time(), tried.result, learn_trial(model, tried)
+        now, result, model = time.time(), tried.result, fleet_model.learn_trial(model, tried)
         if len(tried.ranks) > 1:
             summed = CollectiveMeasurement(len(tried.ranks), self.model.vector_bytes, result.sum_s, now)
             self._store.add(SUM, self._fleet_class, [summed])
         ranks = tuple(
-            TrialRank(self._machine_classes[rank.node].key, rank.batch_size, rank.runtime)
+            measured.TrialRank(self._machine_classes[rank.node].key, rank.batch_size, rank.runtime)
             for rank in tried.ranks
         )
         predicted = tried.best.prediction.samples_per_s
-        trial = TrialMeasurement(ranks, result.step_s, result.samples_per_s, now, predicted)
+        trial = measured.TrialMeasurement(ranks, result.step_s, result.samples_per_s, now, predicted)
         self._store.add(TRIAL, self._fleet_class, [trial], self.model, self._recipe)
         for rank in tried.ranks:
             if rank.batch_size:
                 step_time_s = tried.compute_s[rank.node] / model.outlier_factors.get(rank.node, 1.0)
-                probe = ProbeMeasurement(rank.runtime, rank.batch_size, now, step_time_s, result.num_steps)
+                probe = ProbeMeasurement(
+                    rank.batch_size, step_time_s, None, settings=rank.runtime, measured_at=now
+                )
                 self._add_probe(rank.node, probe)
         return model
 

@@ -8,14 +8,12 @@ starts from the file: it needs no probe, and one trial confirms its plan.
 
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from csdctl.errors import CsdctlError, OutOfMemoryError
 from csdctl.reporting.numbers import format_count, format_rate, format_seconds
-from csdctl.reporting.results import list_forecast_errors
-from csdctl.runs.measurements import MeasurementStore
+from csdctl.tuning import plan_choice
 from csdctl.tuning.fleet_model import (
     FleetModel,
     TrialResult,
@@ -24,30 +22,16 @@ from csdctl.tuning.fleet_model import (
     predict_peak_bytes,
     rank_memory_bytes,
 )
-from csdctl.tuning.measurements import HALVED_BYTES, ProbeOutcome
-from csdctl.tuning.plan import DATA_PARALLEL, Plan, RankPlan
-from csdctl.tuning.plan_choice import (
-    TunedFleet,
-    choose_equal_plan,
-    choose_plan,
-    confirmed_prediction,
-    limit_for_goodput,
-    next_probes,
-    plan_ranks,
-    predict_host_samples_per_s,
-    predict_samples_per_s,
-)
-from csdctl.tuning.search import BestPlan, Limits, default_limits
-from csdctl.tuning.stannis import TuningError
+from csdctl.tuning.measurements import ProbeOutcome
+from csdctl.tuning.plan import RankPlan
+from csdctl.tuning.plan_choice import TunedFleet, choose_plan
+from csdctl.tuning.search import BestPlan, Limits
 from csdctl.worker.protocol.events import Probed, SumTimed
 from csdctl.worker.protocol.probe import ProbeRequest
-from csdctl.worker.protocol.recipe import BF16
 from csdctl.workflows.preflight.links import measure_sums
 from csdctl.workflows.train.plan import default_runtime
 from csdctl.workflows.train.spec import RunContext
-from csdctl.workflows.tune.fleet_measurements import FleetMeasurements, hash_recipe
-from csdctl.workflows.tune.request import FIT, TuneOptions
-from csdctl.workflows.tune.strategy_choice import StrategyChooser
+from csdctl.workflows.tune.fleet_measurements import FleetMeasurements
 from csdctl.workflows.tune.tuning_run import TuningRun
 
 SUM_BYTES = (1 << 16, 1 << 20, 1 << 23)
@@ -62,8 +46,6 @@ MAX_OOM_RETRIES = 3
 """Trials in which a rank runs out of memory before tuning fails."""
 MIN_GAIN_FOR_TRIAL = 0.03
 """A trial may lead to another plan. It is tried too when it is better by more than this share."""
-EQUAL, ALL_NODES = "the best equal batch sizes", "the best plan of all nodes"
-"""Plans that are tried to compare the best plan with."""
 
 
 class FleetMeasurer:
@@ -90,9 +72,6 @@ class FleetMeasurer:
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self.end_run(*error)
-
-    def end_run(self, *error: Any) -> None:
         """End the ranks. The next request starts them again."""
         run, self._run = self._run, None
         if run:
@@ -117,7 +96,7 @@ class FleetMeasurer:
             try:
                 outcomes |= {probed.node: self._note(probed) for probed in run.probe(pending)}
             except OutOfMemoryError as error:
-                self.end_run()
+                self.__exit__()
                 if error.node not in pending:
                     raise
                 probed_before = [probed for probed in run.probed if probed.node in pending]
@@ -138,13 +117,12 @@ class FleetMeasurer:
         try:
             result = run.take_steps(ranks, num_steps)
         except CsdctlError:
-            self.end_run()
+            self.__exit__()
             raise
         self.measuring_s += result.wall_s
         return result
 
     def _start(self, names: Sequence[str]) -> TuningRun:
-        """Return a run of these machines."""
         fleet, facts = self._space.fleet, self._space.facts
         ranks = [
             RankPlan(
@@ -153,7 +131,7 @@ class FleetMeasurer:
             for name in names
         ]
         if self._run and self._run.ranks != ranks:
-            self.end_run()
+            self.__exit__()
         if not self._run:
             self._say(f"starting TensorFlow on {format_count(names, 'machine')}")
             self._run = TuningRun(ranks, self._context)
@@ -176,7 +154,7 @@ class FleetMeasurer:
         # The peak of a process never falls: only a size larger than all before shows its own.
         if size > max(peaks, default=0):
             peaks[size] = probed.peak_memory_bytes
-        return ProbeOutcome(size, probed.step_time_s, probed.num_steps, peaks.get(size, 0))
+        return ProbeOutcome(size, probed.step_time_s, peaks.get(size, 0))
 
 
 def describe_probes(outcomes: Mapping[str, ProbeOutcome]) -> str:
@@ -214,7 +192,7 @@ class FitTuner:
         limits = self.limits
         if self.noise_scale is not None:
             reference_batch = self.context.job.recipe.reference_batch
-            limits = limit_for_goodput(model, limits, self.noise_scale, reference_batch)
+            limits = plan_choice.limit_for_goodput(model, limits, self.noise_scale, reference_batch)
             self._say(
                 f"gradient noise scale {self.noise_scale:,.0f} samples: "
                 f"a global batch of {limits.largest_global_batch} reaches a loss soonest"
@@ -246,7 +224,7 @@ class FitTuner:
         # A new size costs one step to allocate memory and choose kernels. The next one shows its time.
         once = ProbeRequest(1, min_steps=1, min_duration_s=self.probe_duration_s, warm_up_steps=1)
         probed: dict[str, int] = {}
-        while sizes := next_probes(model, self.limits):
+        while sizes := plan_choice.next_probes(model, self.limits):
             probed |= sizes
             # An emulated fleet's host is slower while nodes compute, as in training.
             measured = probed if self.measurements.fleet.emulated else sizes
@@ -273,49 +251,15 @@ class FitTuner:
                 continue
             tried.append(result)
             rate = choose_plan(model, limits).prediction.samples_per_s
-            gain = rate / predict_samples_per_s(model, best.batch_sizes) - 1
+            gain = rate / plan_choice.predict_samples_per_s(model, best.batch_sizes) - 1
             is_last = not self.measurer.num_probes or len(tried) == MAX_TRIALS
             if is_last or gain < MIN_GAIN_FOR_TRIAL:
-                return self._compare(model, limits, max(tried, key=_rate))
+                best_tried = max(tried, key=lambda tried: tried.result.samples_per_s)
+                return TunedFleet(limits, model, best_tried)
 
-    def _compare(self, model: FleetModel, limits: Limits, tried: TriedPlan) -> TunedFleet:
-        """Return the fastest of the tried plan, the best equal batch sizes, and the best plan of all nodes.
-
-        Equal sizes are tried only when the model, which was fitted to the trials before, predicts that they
-        may be faster: the range of their forecast reaches the plan's throughput. All nodes are tried when the
-        plan leaves some out.
-        """
-        equal = choose_equal_plan(model, limits)
-        plans: dict[str, BestPlan] = {}
-        rates: dict[str, float] = {}
-        with suppress(TuningError):
-            if tried.best.left_out:
-                complete = replace(model, required=frozenset(model.machines))
-                plans[ALL_NODES] = choose_plan(complete, limits)
-        if equal and limits.global_batch in (None, equal.global_batch):
-            spread = self.measurements.forecast_errors().spread
-            if equal.batch_sizes == tried.best.batch_sizes:
-                rates[EQUAL] = _rate(tried)
-            elif spread.range_of(equal.prediction.samples_per_s)[1] > _rate(tried):
-                plans[EQUAL] = equal
-        best = tried
-        for name, plan in plans.items():
-            self._say(f"trying {name}")
-            try:
-                model, compared = self._try(model, plan)
-            except CsdctlError as error:  # the first plan remains
-                self._say(f"{name} could not be tried: {error.message}")
-                continue
-            rates[name] = _rate(compared)
-            best = max(best, compared, key=_rate)
-        gains = {name: _rate(best) / rate - 1 for name, rate in rates.items()}
-        return TunedFleet(limits, model, best, gains.get(EQUAL), gains.get(ALL_NODES) or None)
-
-    def _try(
-        self, model: FleetModel, best: BestPlan, duration_s: float = TRIAL_S
-    ) -> tuple[FleetModel, TriedPlan]:
+    def _try(self, model: FleetModel, best: BestPlan, duration_s: float) -> tuple[FleetModel, TriedPlan]:
         """Return the model after a trial of a plan, which is stored, and the trial."""
-        ranks = plan_ranks(model, best)
+        ranks = plan_choice.plan_ranks(model, best)
         num_steps = min(MAX_STEPS, max(MIN_STEPS, round(duration_s / best.prediction.step_s)))
         tried = TriedPlan(best, ranks, self.measurer.run_trial(ranks, num_steps))
         return self.measurements.learn_trial(model, tried), tried
@@ -332,86 +276,3 @@ class FitTuner:
             f"planning for at most {members.max_at_once}"
         )
         return model.with_class(model.class_name(machine), members)
-
-
-def _rate(tried: TriedPlan) -> float:
-    return tried.result.samples_per_s
-
-
-def tune_by_fit(context: RunContext, options: TuneOptions, noise_scale: float | None = None) -> Plan:
-    """Return the best plan within `options.limits`: of the highest throughput, or of the best goodput.
-
-    `noise_scale`: gradient noise scale in samples, for goodput. Raises TuningError when no plan is possible,
-    and what probes and a trial's ranks raise.
-    """
-    job, prepared, space, say = context.job, context.prepared, context.space, context.events.say
-    private = prepared.num_private
-    num_samples = prepared.public.num_samples + sum(private.values())
-    limits = default_limits(options.limits, job.recipe.reference_batch, num_samples, 1 + len(private))
-    properties = prepared.model.describe()
-    if prepared.recipe.compression == BF16:
-        properties = replace(properties, number_bytes=HALVED_BYTES)
-    measurements = FleetMeasurements(
-        properties,
-        hash_recipe(job, prepared.public),
-        space.fleet,
-        space.facts,
-        store=MeasurementStore(space.project.measurements, say, is_optional=True, is_fresh=options.is_fresh),
-        errors=list_forecast_errors(space.project),
-        is_host_training=options.is_host_training,
-    )
-    model = measurements.recall_fleet(required=list(private))
-    model = replace(model, private_shares={name: count / num_samples for name, count in private.items()})
-    with FleetMeasurer(context, is_host_training=options.is_host_training) as measurer:
-        tuned = FitTuner(
-            context,
-            measurer,
-            measurements,
-            limits,
-            probe_duration_s=options.probe_duration_s,
-            noise_scale=noise_scale,
-        ).tune(model)
-    tried, errors = tuned.tried, measurements.forecast_errors()
-    predicted = confirmed_prediction(
-        [rank.batch_size for rank in tried.ranks],
-        tried.result,
-        errors,
-        predict_host_samples_per_s(tuned.model, tuned.limits),
-        gain=tuned.gain,
-        gain_without_nodes=tuned.gain_without_nodes,
-    )
-    ranks = [rank.with_step(rank.batch_size, tried.compute_s[rank.node]) for rank in tried.ranks]
-    plan = build_plan(context, measurer, ranks, FIT, {**tuned.limits.given})
-    plan = plan.model_copy(update={"predicted": predicted, "left_out": list(tried.best.left_out)})
-    if not options.is_host_training or len(plan.ranks) == 1 or options.strategy == DATA_PARALLEL:
-        return plan
-    return StrategyChooser(
-        options.strategy,
-        options.cut,
-        context,
-        plan,
-        tuned=tuned,
-        errors=errors,
-        start_s=space.opening_s + prepared.again_s + measurer.start_s,
-        process_s=measurer.start_s,
-    ).choose()
-
-
-def build_plan(
-    context: RunContext,
-    measurer: FleetMeasurer,
-    ranks: list[RankPlan],
-    method: str,
-    arguments: dict[str, float | list[int]],
-) -> Plan:
-    """Return the plan with these ranks, and how it was measured. `arguments` of the method."""
-    return Plan(
-        job=context.job.name,
-        job_fingerprint=context.job.fingerprint(),
-        method=method,
-        emulated=context.space.fleet.emulated,
-        method_arguments=arguments,
-        num_probes=measurer.num_probes,
-        measuring_s=round(measurer.measuring_s, 2),
-        ranks=ranks,
-    )

@@ -6,21 +6,12 @@ from dataclasses import dataclass, field, replace
 from csdctl.errors import CsdctlError, InputError, option
 from csdctl.fleet.model import HOST_NAME
 from csdctl.reporting.numbers import format_seconds
+from csdctl.tuning import strategies
 from csdctl.tuning.fleet_model import FleetModel
 from csdctl.tuning.measurements import ForecastErrors
-from csdctl.tuning.plan import DATA_PARALLEL, FEATURES, SPLIT, Plan, Strategy, StrategyPlan
+from csdctl.tuning.plan import FEATURES, SPLIT, Plan, Strategy, StrategyPlan
 from csdctl.tuning.plan_choice import TunedFleet, confirmed_prediction, predict_host_samples_per_s
-from csdctl.tuning.strategies import (
-    MEASURED_BATCH,
-    Shares,
-    StrategyForecast,
-    Training,
-    add_range,
-    choose_strategy,
-    measured_shares,
-    share_by_flops,
-    spread_cuts,
-)
+from csdctl.tuning.strategies import MEASURED_BATCH, Shares, StrategyForecast, Training, choose_strategy
 from csdctl.worker.protocol.features import FLOAT32
 from csdctl.worker.protocol.model_info import CutInfo
 from csdctl.worker.protocol.probe import PartsSpec, PartTimes
@@ -43,7 +34,7 @@ MIN_SPLIT_STEPS, MAX_SPLIT_STEPS = 4, 200
 
 
 def check_possible(strategy: str, cut: str, context: RunContext) -> None:
-    """Raise InputError if only one strategy is asked for, and job, model or fleet do not allow it."""
+    """Raise InputError if job, model or fleet do not allow the only strategy that is asked for."""
     info = context.prepared.model.info
     if strategy == FEATURES:
         find_features(context.prepared)
@@ -64,10 +55,8 @@ class StrategyChooser:
     plan: Plan
     tuned: TunedFleet
     errors: ForecastErrors
-    start_s: float
-    """Seconds of a training besides its epochs."""
     process_s: float
-    """The part of `start_s` in which the ranks start, with their links."""
+    """Seconds in which the ranks start, with their links."""
     impossible: dict[Strategy, str] = field(default_factory=dict)
     """Strategies that are not possible, and why."""
 
@@ -90,7 +79,7 @@ class StrategyChooser:
             return self._with_strategies(self.plan, [])
         if times.why_not:
             self.impossible[SPLIT] = times.why_not
-        shares = measured_shares(times, self.context.prepared.model.info.cuts)
+        shares = strategies.measured_shares(times, self.context.prepared.model.info.cuts)
         forecasts = self._forecast(times, shares, feature_layer, cuts)
         chosen = self._choose(forecasts)
         if chosen.strategy == SPLIT:
@@ -118,12 +107,12 @@ class StrategyChooser:
         most_s = self._forecast_data_parallel(training).epoch_s * (1 - MIN_PROMISE)
         promises: list[tuple[float, CutInfo]] = []
         for cut in info.cuts:
-            shares = share_by_flops(cut, info.num_operations)
+            shares = strategies.share_by_flops(cut, info.num_operations)
             if shares and (forecast := training.forecast_split(shares, self.tuned.limits)):
                 promises.append((forecast.epoch_s, cut))
         promises.sort(key=lambda promise: promise[0])
         cuts = [cut for epoch_s, cut in promises if self.strategy == SPLIT or epoch_s < most_s]
-        cuts = spread_cuts(cuts, info.num_operations)[:MAX_CUTS]
+        cuts = strategies.spread_cuts(cuts, info.num_operations)[:MAX_CUTS]
         if not cuts:
             self.impossible[SPLIT] = "no cut is expected to be faster, by FLOPs and bytes"
             if self.strategy == SPLIT:
@@ -135,7 +124,7 @@ class StrategyChooser:
     def _training(self) -> Training:
         """The training with the machines of the plan, as they compute together."""
         model, num_ranks, prepared = self._model, len(self.plan.ranks), self.context.prepared
-        machine_times = model.machine_step_times()
+        machine_times = model.step_times()
         times = {
             rank.node: machine_times[rank.node].scaled(model.overhead_factor)
             for rank in self.plan.ranks
@@ -147,7 +136,7 @@ class StrategyChooser:
             lambda num_bytes: cost.at(num_bytes, num_ranks),
             # A sum moves each rank's vector to the host and the result back.
             byte_s=(cost.per_byte_s + cost.per_rank_byte_s * num_links) / (2 * num_links),
-            start_s=self.start_s,
+            start_s=self.context.space.opening_s + prepared.again_s + self.process_s,
             process_s=self.process_s,
             num_public=prepared.public.num_samples,
             num_private=prepared.num_private,
@@ -209,13 +198,10 @@ class StrategyChooser:
             if num_bytes := bytes_for_host(self.context.job, self.context.prepared):
                 features = training.forecast_on_host(features, head, num_bytes)
             forecasts.append(features)
-        for cut in cuts:
-            if cut.layer in shares and (
-                split := training.forecast_split(shares[cut.layer], self.tuned.limits)
-            ):
-                forecasts.append(split)
+        timed = [shares[cut.layer] for cut in cuts if cut.layer in shares]
+        splits = [training.forecast_split(parts, self.tuned.limits) for parts in timed]
         spread = self.errors.after_trial(self.tuned.tried.result.error)
-        return [add_range(forecast, spread) for forecast in forecasts]
+        return [strategies.add_range(forecast, spread) for forecast in [*forecasts, *filter(None, splits)]]
 
     def _choose(self, forecasts: Sequence[StrategyForecast]) -> StrategyForecast:
         if self.strategy == AUTO:
@@ -233,10 +219,9 @@ class StrategyChooser:
         if chosen.strategy != SPLIT:
             changed = {"strategy": chosen.strategy, "trains_on_host": chosen.trains_on_host}
             return self.plan.model_copy(update=changed)
-        times, by_name = self._training.step_times, {rank.node: rank for rank in self.plan.ranks}
-        ranks = [
-            by_name[name].with_step(size, times[name].at(size)) for name, size in chosen.batch_sizes.items()
-        ]
+        times, sizes = self._training.step_times, chosen.batch_sizes
+        planned = [rank for rank in self.plan.ranks if rank.node in sizes]
+        ranks = [rank.with_step(sizes[rank.node], times[rank.node].at(sizes[rank.node])) for rank in planned]
         return self.plan.model_copy(update={"strategy": SPLIT, "cut": chosen.cut, "ranks": ranks})
 
     def _try_split(
@@ -255,25 +240,20 @@ class StrategyChooser:
                 raise
             self.impossible[SPLIT] = f"the trial failed: {error.message}"
             return self._with_strategies(self._follow(choose_strategy(without)), without)
-        ratio = result.step_s / expected_s
         say(
             f"a step takes {format_seconds(result.step_s)}, forecast {format_seconds(expected_s)}: "
             f"{result.samples_per_s:.1f} samples/s"
         )
-        start_s = process_s + self.context.space.opening_s + self.context.prepared.again_s
-        training = replace(self._training, start_s=start_s)
-        spread = self.errors.after_trial(result.error)
-        corrected = {
-            forecast.cut: add_range(
-                training.correct(forecast, ratio).changed(is_confirmed=forecast is chosen), spread
-            )
-            for forecast in forecasts
-            if forecast.strategy == SPLIT
-        }
+        training, spread = self._training, self.errors.after_trial(result.error)
+        training = replace(training, start_s=training.start_s - self.process_s + process_s)
+        corrected = {}
+        for forecast in forecasts:
+            if forecast.strategy == SPLIT:
+                by_trial = training.correct(forecast, result.step_s / expected_s)
+                by_trial = by_trial.changed(is_confirmed=forecast is chosen)
+                corrected[forecast.cut] = strategies.add_range(by_trial, spread)
         tried = corrected.pop(chosen.cut)
-        listed = sorted(
-            [*without, *corrected.values(), tried], key=lambda forecast: forecast.strategy != DATA_PARALLEL
-        )
+        listed = [*without, *corrected.values(), tried]
         final = tried if self.strategy == SPLIT else choose_strategy([*without, tried])
         if final is not tried:
             return self._with_strategies(self._follow(final), listed)

@@ -2,30 +2,106 @@
 
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Final, Literal
 
+from csdctl.documents import check_fields
 from csdctl.errors import InputError, NodeError, option
 from csdctl.fleet.model import Fleet
 from csdctl.job.model import Job
 from csdctl.launch.mpirun import find_mpirun
-from csdctl.reporting.results import read_results
+from csdctl.reporting.results import list_forecast_errors, read_results
 from csdctl.runs.directory import ProjectDirectory
-from csdctl.tuning.measurements import ProbeOutcome
-from csdctl.tuning.plan import Plan, RankPlan, save_plan
-from csdctl.tuning.stannis import tune_stannis
+from csdctl.runs.measurements import MeasurementStore
+from csdctl.tuning import stannis
+from csdctl.tuning.measurements import HALVED_BYTES, ProbeOutcome
+from csdctl.tuning.plan import DATA_PARALLEL, FEATURES, SPLIT, Plan, RankPlan, save_plan
+from csdctl.tuning.plan_choice import confirmed_prediction, predict_host_samples_per_s
+from csdctl.tuning.search import Limits, default_limits
 from csdctl.worker.protocol.probe import ProbeRequest
+from csdctl.worker.protocol.recipe import BF16
 from csdctl.workflows.data.prepare import prepare_in
 from csdctl.workflows.train.plan import build_fingerprint, default_runtime
+from csdctl.workflows.train.request import AUTO, check_strategy
 from csdctl.workflows.train.spec import RunContext
-from csdctl.workflows.tune.request import BY_FIT, STANNIS, TIME_TO_ACCURACY, TuneOptions
-from csdctl.workflows.tune.rounds import FleetMeasurer, build_plan, tune_by_fit
-from csdctl.workflows.tune.strategy_choice import check_possible
+from csdctl.workflows.tune.fleet_measurements import FleetMeasurements, hash_recipe
+from csdctl.workflows.tune.rounds import FitTuner, FleetMeasurer
+from csdctl.workflows.tune.strategy_choice import StrategyChooser, check_possible
+from csdctl.workflows.tune.tuning_run import PROBE_DEADLINE_S
 from csdctl.workflows.workspace.event_stream import EventStream
 from csdctl.workflows.workspace.workspace import open_workspace
 
+TIME_TO_ACCURACY: Final = "time-to-accuracy"
+FIT: Final = "fit"
+STANNIS: Final = "stannis"
+BY_FIT = f"{option('method')} {FIT}"
+"""The option that chooses the fit method, in messages."""
 CONFIRM_DURATION_S = 3.0
 """The shortest time for which Algorithm 1's batch sizes are measured again."""
+
+
+@dataclass(frozen=True)
+class TuneOptions:
+    """The method, the limits of a plan, and how to measure. Raises InputError for invalid values."""
+
+    method: Literal["fit", "stannis"] = FIT
+    """'fit', or 'stannis' for Algorithm 1."""
+    limits: Limits = field(default_factory=Limits)
+    is_fresh: bool = False
+    """Ignore earlier measurements."""
+    is_host_training: bool = True
+    """False: the host only sums gradients and serves data to the nodes."""
+    batch_sizes: tuple[int, ...] = stannis.DEFAULT_BATCH_SIZES
+    """Algorithm 1's list."""
+    step_divisor: float = stannis.DEFAULT_STEP_DIVISOR
+    """Algorithm 1's C."""
+    margin_scale: float = stannis.DEFAULT_MARGIN_SCALE
+    """Algorithm 1's E."""
+    probe_duration_s: float = 1.0
+    """The shortest time of one measurement."""
+    strategy: str = AUTO
+    """The strategy: 'data-parallel', 'features' or 'split'. 'auto' compares all."""
+    goal: Literal["throughput", "time-to-accuracy"] = "throughput"
+    """What the plan has the most of: 'throughput', or with 'time-to-accuracy' progress per second."""
+    cut: str = ""
+    """With the strategy `split`: the only cut."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        check_strategy(self.strategy, self.cut)
+        if self.strategy in (FEATURES, SPLIT) and (self.method != FIT or not self.is_host_training):
+            raise InputError(
+                f"{option('strategy')} {self.strategy} needs {BY_FIT}, and a host that trains",
+                remedy=f"leave out {option('method')} and {option('is_host_training=False')}, "
+                "or the strategy",
+            )
+        if self.method != FIT and self.limits.given:
+            raise InputError(
+                f"{self.method} takes no limits, received {', '.join(self.limits.given)}",
+                remedy=f"leave them out, or use {BY_FIT}",
+            )
+        if self.goal == TIME_TO_ACCURACY and (self.method != FIT or self.limits.global_batch):
+            raise InputError(
+                f"{option('goal')} {TIME_TO_ACCURACY} chooses the global batch size, with {BY_FIT}",
+                remedy=f"leave out {option('limits.global_batch')} and {option('method')}, "
+                f"or {option('goal')}",
+            )
+        arguments = self.batch_sizes, self.step_divisor, self.margin_scale
+        defaults = stannis.DEFAULT_BATCH_SIZES, stannis.DEFAULT_STEP_DIVISOR, stannis.DEFAULT_MARGIN_SCALE
+        if self.method != STANNIS and arguments != defaults:
+            raise InputError(
+                f"{self.method} does not take {option('batch_sizes')}, {option('step_divisor')} and "
+                f"{option('margin_scale')}",
+                remedy=f"leave them out, or use {option('method')} {STANNIS}",
+            )
+        stannis.check_arguments(*arguments)
+        if not 0 <= self.probe_duration_s < PROBE_DEADLINE_S:
+            raise InputError(
+                f"{option('probe_duration_s')} must be at least 0 and below {PROBE_DEADLINE_S:g}, "
+                f"received {self.probe_duration_s}",
+                remedy="see `csdctl tune --help`",
+            )
 
 
 def tune_job(job: Job, fleet: Fleet, directory: Path, options: TuneOptions, events: EventStream) -> Plan:
@@ -69,6 +145,52 @@ def find_noise_scale(project: ProjectDirectory, job: str) -> float:
     )
 
 
+def tune_by_fit(context: RunContext, options: TuneOptions, noise_scale: float | None = None) -> Plan:
+    """Return the best plan within `options.limits`, by goodput with a `noise_scale` in samples."""
+    job, prepared, space, say = context.job, context.prepared, context.space, context.events.say
+    private = prepared.num_private
+    num_samples = prepared.public.num_samples + sum(private.values())
+    limits = default_limits(options.limits, job.recipe.reference_batch, num_samples, 1 + len(private))
+    properties = prepared.model.describe()
+    if prepared.recipe.compression == BF16:
+        properties = replace(properties, number_bytes=HALVED_BYTES)
+    measurements = FleetMeasurements(
+        properties,
+        hash_recipe(job, prepared.public),
+        space.fleet,
+        space.facts,
+        store=MeasurementStore(space.project.measurements, say, is_optional=True, is_fresh=options.is_fresh),
+        errors=list_forecast_errors(space.project),
+        is_host_training=options.is_host_training,
+    )
+    model = measurements.recall_fleet(required=list(private))
+    model = replace(model, private_shares={name: count / num_samples for name, count in private.items()})
+    with FleetMeasurer(context, is_host_training=options.is_host_training) as measurer:
+        tuned = FitTuner(
+            context,
+            measurer,
+            measurements,
+            limits,
+            probe_duration_s=options.probe_duration_s,
+            noise_scale=noise_scale,
+        ).tune(model)
+    tried, errors = tuned.tried, measurements.forecast_errors()
+    predicted = confirmed_prediction(
+        [rank.batch_size for rank in tried.ranks],
+        tried.result,
+        errors,
+        predict_host_samples_per_s(tuned.model, tuned.limits),
+    )
+    ranks = [rank.with_step(rank.batch_size, tried.compute_s[rank.node]) for rank in tried.ranks]
+    plan = build_plan(context, measurer, ranks, FIT, {**tuned.limits.given})
+    plan = plan.model_copy(update={"predicted": predicted, "left_out": list(tried.best.left_out)})
+    if not options.is_host_training or len(plan.ranks) == 1 or options.strategy == DATA_PARALLEL:
+        return plan
+    return StrategyChooser(
+        options.strategy, options.cut, context, plan, tuned=tuned, errors=errors, process_s=measurer.start_s
+    ).choose()
+
+
 def tune_by_algorithm_1(context: RunContext, options: TuneOptions) -> Plan:
     """Return the plan of Algorithm 1. Raises TuningError, NodeError, and what probes raise."""
     fleet, facts = context.space.fleet, context.space.facts
@@ -82,7 +204,7 @@ def tune_by_algorithm_1(context: RunContext, options: TuneOptions) -> Plan:
             outcomes = measure(sizes, options.probe_duration_s)
             return {name: outcome.step_time_s for name, outcome in outcomes.items()}
 
-        tuned = tune_stannis(
+        tuned = stannis.tune_stannis(
             fleet.machines,
             step_times,
             batch_sizes=options.batch_sizes,
@@ -114,3 +236,23 @@ def tune_by_algorithm_1(context: RunContext, options: TuneOptions) -> Plan:
         "E": options.margin_scale,
     }
     return build_plan(context, measurer, ranks, STANNIS, arguments)
+
+
+def build_plan(
+    context: RunContext,
+    measurer: FleetMeasurer,
+    ranks: list[RankPlan],
+    method: str,
+    arguments: dict[str, float | list[int]],
+) -> Plan:
+    """Return the plan with these ranks, and how it was measured. `arguments` of the method."""
+    return Plan(
+        job=context.job.name,
+        job_fingerprint=context.job.fingerprint(),
+        method=method,
+        emulated=context.space.fleet.emulated,
+        method_arguments=arguments,
+        num_probes=measurer.num_probes,
+        measuring_s=round(measurer.measuring_s, 2),
+        ranks=ranks,
+    )

@@ -245,7 +245,6 @@ def read_trial(events: Sequence[Event], nodes: Sequence[str]) -> TrialResult:
         raise _failed("lost its links")
     host = counted[0]
     return TrialResult(
-        num_steps=host.steps,
         step_s=host.step_s / host.steps,
         samples_per_s=host.throughput or 0.0,
         compute_s=tuple(amounts.compute_s / amounts.steps for amounts in counted),

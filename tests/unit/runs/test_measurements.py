@@ -23,18 +23,18 @@ from csdctl.tuning.measurements import (
 from csdctl.worker.protocol.run_spec import Runtime
 from tests.full_disk import full_disk
 
-MODEL = ModelProperties("a" * 64, "keras.applications:MobileNetV2", 2_000_000, 1_900_000, 50_000_000)
-OTHER = replace(MODEL, hash="b" * 64, name="/srv/mine.py:build", num_operations=100_000_000)
+MODEL = ModelProperties("a" * 64, "keras.applications:MobileNetV2", 1_900_000)
+OTHER = replace(MODEL, hash="b" * 64, name="/srv/mine.py:build")
 CSD = classify_machine(Facts("csd0", architecture="aarch64", num_cores=4, memory_bytes=6 << 30))
 HOST = classify_machine(Facts("host", architecture="x86_64", num_cores=8, memory_bytes=32 << 30))
 FLEET = classify_fleet(HOST, [CSD, CSD], "10.1.1.0/24")
 SMALL_FLEET = classify_fleet(HOST, [HOST], "10.1.1.0/24")
 SETTINGS = Runtime(threads=4)
 PROBES = [
-    ProbeMeasurement(SETTINGS, 8, 1000.0, 0.5, 3, 300 << 20),
-    ProbeMeasurement(SETTINGS, 16, 1001.0, 0.9, 3, None),
-    ProbeMeasurement(SETTINGS, 512, 1002.0, None),
-    ProbeMeasurement(Runtime(2, 2, False), 16, 1003.25, 1.1, 5, 1 << 40),
+    ProbeMeasurement(8, 0.5, 300 << 20, settings=SETTINGS, measured_at=1000.0),
+    ProbeMeasurement(16, 0.9, None, settings=SETTINGS, measured_at=1001.0),
+    ProbeMeasurement(512, None, is_oom_kill=True, settings=SETTINGS, measured_at=1002.0),
+    ProbeMeasurement(16, 1.1, 1 << 40, settings=Runtime(2, 2, False), measured_at=1003.25),
 ]
 TRIED = TrialMeasurement(
     (TrialRank(HOST.key, 64, SETTINGS), TrialRank(CSD.key, 8, SETTINGS)), 0.5, 144.0, 1010.0, 150.0
@@ -116,7 +116,7 @@ from tests.unit.runs.test_measurements import CSD, MODEL, PROBES
 who = int(sys.argv[2])
 for number in range(20):
     store = MeasurementStore(Path(sys.argv[1]))
-    store.add(PROBE, CSD, [replace(PROBES[0], batch_size=who, num_steps=number)], MODEL, "recipe")
+    store.add(PROBE, CSD, [replace(PROBES[0], batch_size=who, peak_memory_bytes=number)], MODEL, "recipe")
 """
 
 
@@ -128,7 +128,7 @@ def test_writes_of_two_processes_are_all_kept(path: Path) -> None:
     assert [writer.wait() for writer in writers] == [0, 0]
     store = MeasurementStore(path)
     known = store.find(PROBE, CSD.key, MODEL.hash, "recipe")
-    assert sorted((probe.batch_size, probe.num_steps) for probe in known) == [
+    assert sorted((probe.batch_size, probe.peak_memory_bytes) for probe in known) == [
         (who, number) for who in (1, 2) for number in range(20)
     ]
     assert [file.name for file in path.parent.iterdir()] == [path.name]

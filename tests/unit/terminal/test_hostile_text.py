@@ -138,9 +138,7 @@ def show_plan(console: PrintableConsole) -> None:
         "strategies": [*strategies, StrategyPlan(strategy="features", why_not=HOSTILE)],
     }
     render_plan(console, plan.model_copy(update=changes), HOSTILE)
-    console.print(
-        describe_probes({HOSTILE: ProbeOutcome(32, 0.25, 4), f"{HOSTILE}2": ProbeOutcome(64, None)})
-    )
+    console.print(describe_probes({HOSTILE: ProbeOutcome(32, 0.25), f"{HOSTILE}2": ProbeOutcome(64, None)}))
 
 
 def streams_of(console: PrintableConsole) -> Streams:

@@ -83,16 +83,16 @@ def model() -> FleetModel:
 def tried(model: FleetModel, factors: dict[str, float], overhead_factor: float = 1.0) -> TriedPlan:
     """A trial of the best plan in which machines are slower by `factors` than in probes."""
     best = choose_plan(model, Limits(global_batch=200))
-    step_times = model.machine_step_times()
+    step_times = model.step_times()
     times = [step_times[name].at(size) * factors.get(name, 1.0) for name, size in best.batch_sizes.items()]
     step_s = max(times) * overhead_factor + SUM_S
-    result = TrialResult(5, step_s, 200 / step_s, tuple(times), 5 * step_s, SUM_S)
+    result = TrialResult(step_s, 200 / step_s, tuple(times), 5 * step_s, SUM_S)
     return TriedPlan(best, plan_ranks(model, best), result)
 
 
 def test_probe_counts_for_all_machines_of_its_class(model: FleetModel) -> None:
     learned = learn_probes(
-        model, {"csd1": ProbeOutcome(64, NODE.at(64), 3, 1 << 30), "csd2": ProbeOutcome(256, None)}
+        model, {"csd1": ProbeOutcome(64, NODE.at(64), 1 << 30), "csd2": ProbeOutcome(256, None)}
     )
     known = learned.class_of("csd0")
     assert known.sizes == {8, 16, 32, 64}
@@ -111,7 +111,7 @@ def test_trial_scales_a_class_by_the_median_of_its_machines_and_the_overhead(mod
 def test_outlier_gets_a_step_time_of_its_own(model: FleetModel) -> None:
     learned = learn_trial(model, tried(model, {"csd1": 1.5}))
     assert learned.class_of("csd1").in_step_factor == pytest.approx(1.0)
-    step_times = learned.machine_step_times()
+    step_times = learned.step_times()
     assert step_times["csd1"].at(20) == pytest.approx(NODE.at(20) * 1.5)
     assert step_times["csd0"].at(20) == pytest.approx(NODE.at(20))
     sizes = choose_plan(learned, Limits(global_batch=200)).batch_sizes
@@ -272,11 +272,12 @@ LINE = StepTime(0.1, 0.01)
 
 
 def probed(*sizes: int, settings: Runtime = SETTINGS) -> list[ProbeMeasurement]:
-    return [ProbeMeasurement(settings, size, 1.0, LINE.at(size), 3, 1 << 20) for size in sizes]
+    known = {"settings": settings, "measured_at": 1.0}
+    return [ProbeMeasurement(size, LINE.at(size), 1 << 20, **known) for size in sizes]
 
 
 def tried_at(size: int, ratio: float, measured_at: float) -> ProbeMeasurement:
-    return ProbeMeasurement(SETTINGS, size, measured_at, LINE.at(size) * ratio, 3)
+    return ProbeMeasurement(size, LINE.at(size) * ratio, None, settings=SETTINGS, measured_at=measured_at)
 
 
 @pytest.mark.parametrize("settings", [Runtime(2, device="gpu"), Runtime(1)])
@@ -290,4 +291,5 @@ def test_newest_trial_in_which_the_machine_trained_gives_the_in_step_factor() ->
     known = [*probed(8, 16), tried_at(32, 2.0, 5.0), *(tried_at(32, ratio, 9.0) for ratio in (1.1, 1.2, 1.6))]
     assert recall_in_step(known, LINE) == (32, pytest.approx(1.2))
     assert recall_in_step(probed(8), LINE) is None
-    assert recall_in_step([ProbeMeasurement(SETTINGS, 0, 9.0, 0.01, 3)], LINE) is None
+    idle = ProbeMeasurement(0, 0.01, None, settings=SETTINGS, measured_at=9.0)
+    assert recall_in_step([idle], LINE) is None

@@ -23,7 +23,7 @@ from csdctl.worker.protocol.run_spec import Runtime
 def test_features_are_those_of_the_model_that_was_built() -> None:
     info = ModelInfo("keras.applications:MobileNetV2", {"": (64, 64, 3)}, 7, 5, num_operations=9)
     described = describe_model(info, "hash")
-    assert described == ModelProperties("hash", info.name, 7, 5, 9)
+    assert described == ModelProperties("hash", info.name, 5)
     assert described.vector_bytes == 20
 
 
@@ -59,7 +59,7 @@ def test_range_of_a_plan_holds_nine_of_ten_runs(drift: float) -> None:
         today_s = 0.1 * math.exp(random.gauss(0.0, drift))
         reports = [today_s * (1 + random.gauss(0.0, 0.03)) for _ in range(10)]
         step_s, error = sum(reports) / 10, standard_error(reports)
-        result = TrialResult(100, step_s, 4 / step_s, (step_s,), 5.0, 0.0, error=error)
+        result = TrialResult(step_s, 4 / step_s, (step_s,), 5.0, 0.0, error=error)
         predicted = confirmed_prediction([4], result, compare_trials(trials[-50:]), None)
         assert predicted.samples_per_s_range
         low, high = predicted.samples_per_s_range

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from csdctl.perfmodel.prediction import RankModel, StepTime
-from csdctl.tuning.search import Limits, best_equal, default_limits, find_best
+from csdctl.tuning.search import Limits, default_limits, find_best
 from csdctl.tuning.stannis import TuningError
 
 HOST = RankModel("host", StepTime(0.01, 0.003), is_required=True)
@@ -122,15 +122,6 @@ def test_impossible_limits_are_an_error_that_names_them() -> None:
     assert "change or omit global_batch" in str(raised.value)
     with pytest.raises(TuningError, match="5,000 samples exceeds an epoch of 1,000 samples"):
         default_limits(EXACTLY, 256, 1_000, 1)
-
-
-def test_tuned_plan_beats_the_best_equal_size() -> None:
-    limits = Limits(max_global_batch=1024)
-    equal = best_equal(FLEET, limits, free, 1.0)
-    assert equal is not None
-    assert {*equal.batch_sizes} == {candidate.node for candidate in FLEET}
-    assert len({*equal.batch_sizes.values()}) == 1
-    assert find_best(FLEET, limits, free).prediction.samples_per_s > 1.5 * equal.prediction.samples_per_s
 
 
 def test_thousand_different_nodes_are_planned() -> None:

@@ -146,9 +146,8 @@ def remember_probes(at: MeasuredProject) -> None:
     store = MeasurementStore(at.project.measurements)
     for name in (HOST_NAME, "csd0"):
         step_time = STEPS.get(name, STEPS["csd"])
-        probes = [
-            ProbeMeasurement(settings_of(name), size, 1000.0, step_time.at(size), 3, 0) for size in SIZES
-        ]
+        known = {"settings": settings_of(name), "measured_at": 1000.0}
+        probes = [ProbeMeasurement(size, step_time.at(size), **known) for size in SIZES]
         store.add(PROBE, class_of(name), probes, at.features, hash_recipe(at.job, PUBLIC))
 
 

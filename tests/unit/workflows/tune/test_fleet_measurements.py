@@ -37,11 +37,11 @@ def recalled(at: MeasuredProject) -> ClassModel:
 
 
 def probed(size: int, peak: int = 1 << 30) -> ProbeMeasurement:
-    return ProbeMeasurement(EIGHT, size, 1.0, LINE.at(size), 3, peak)
+    return ProbeMeasurement(size, LINE.at(size), peak, settings=EIGHT, measured_at=1.0)
 
 
 def tried(size: int, ratio: float) -> ProbeMeasurement:
-    return ProbeMeasurement(EIGHT, size, 2.0, LINE.at(size) * ratio, 3)
+    return ProbeMeasurement(size, LINE.at(size) * ratio, None, settings=EIGHT, measured_at=2.0)
 
 
 def test_trial_scales_the_probed_step_times(at: MeasuredProject) -> None:
@@ -52,7 +52,7 @@ def test_trial_scales_the_probed_step_times(at: MeasuredProject) -> None:
 
 
 def test_size_that_did_not_fit_may_fit_later(at: MeasuredProject) -> None:
-    remember(at, probed(8), ProbeMeasurement(EIGHT, 32, 1.0, None))
+    remember(at, probed(8), ProbeMeasurement(32, None, settings=EIGHT, measured_at=1.0))
     assert recalled(at).too_large == 32
     remember(at, probed(40))
     assert recalled(at).too_large is None

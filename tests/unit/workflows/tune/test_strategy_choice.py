@@ -36,14 +36,7 @@ def test_plan_of_a_split_has_the_memory_and_the_spread_of_its_own_trial(
     space = workspace(at, {})
     space.opening_s = 1.0
     chooser = StrategyChooser(
-        SPLIT,
-        "",
-        run_context(at, space, data),
-        plan,
-        tuned=tuned,
-        errors=ForecastErrors(),
-        start_s=20.0,
-        process_s=10.0,
+        SPLIT, "", run_context(at, space, data), plan, tuned=tuned, errors=ForecastErrors(), process_s=10.0
     )
     monkeypatch.setattr(strategy_choice, "call_machine", lambda *_, **__: TIMES)
     peaks = tuple((100 + rank) << 20 for rank in range(3))
