@@ -19,7 +19,7 @@ from csdctl.worker.data.arrays import is_numeric, map_array
 from csdctl.worker.data.schedule import Span
 from csdctl.worker.ingest.partial_dataset import PartialDataset, find_stored
 from csdctl.worker.ingest.sources.arrays import ArraySource, open_npz
-from csdctl.worker.ingest.sources.images import read_header
+from csdctl.worker.ingest.sources.images import open_image
 from csdctl.worker.ingest.sources.source import Block
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.process.files import DAMAGED_ARCHIVE
@@ -123,10 +123,10 @@ def _npz_header(content: bytes, directory: Path) -> None:
 
 
 def _image_header(content: bytes, directory: Path) -> None:
-    header = read_header(content)
-    if header and header.opened and header.width * header.height < 1 << 20:
+    image = open_image(content)
+    if image and image.width * image.height < 1 << 20:
         with contextlib.suppress(OSError, SyntaxError, ValueError, LookupError, EOFError):
-            header.opened.load()
+            image.load()
 
 
 def _image_seeds() -> list[bytes]:

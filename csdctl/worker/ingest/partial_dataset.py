@@ -33,7 +33,7 @@ from csdctl.worker.data.arrays import (
     fields_of,
 )
 from csdctl.worker.data.file_hash import hash_file, open_regular
-from csdctl.worker.ingest.sources.source import Block, Tree, convert_write_errors
+from csdctl.worker.ingest.sources.source import GIVE_ONE_SHAPE, Block, Tree, convert_write_errors
 from csdctl.worker.process.errors import JobError, WorkerError
 from csdctl.worker.process.files import open_private, save_atomically, sync_directory, sync_file
 from csdctl.worker.protocol.datasets import LABEL, SAMPLE_WEIGHT, SKIPPED, DatasetInfo
@@ -120,8 +120,7 @@ def add_block(info: DatasetInfo, block: Block) -> DatasetInfo:
     labels = as_labels(block.labels)
     typed = take_types(info, block.samples, labels)
     if info.num_samples and typed != info:
-        remedy = "give all samples the same shape and type"
-        raise JobError("the data has samples or labels of different shapes or types", remedy)
+        raise JobError("the data has samples or labels of different shapes or types", GIVE_ONE_SHAPE)
     max_labels, max_values, class_counts = dict(info.max_labels), dict(info.max_values), info.class_counts
     for name, array in fields_of(labels).items():
         if array.dtype.kind != "i" or not array.size:

@@ -9,6 +9,7 @@ import contextlib
 import functools
 import hashlib
 import json
+import math
 import os
 import shutil
 import sys
@@ -30,8 +31,8 @@ from csdctl.worker.ingest.partial_dataset import (
     set_access,
 )
 from csdctl.worker.ingest.sources.arrays import ArraySource, open_npy_files, open_npz
-from csdctl.worker.ingest.sources.function import ENDING, LABELS, SAMPLES, call_function
-from csdctl.worker.ingest.sources.images import ClassFolders, read_header
+from csdctl.worker.ingest.sources.function import ENDING, call_function
+from csdctl.worker.ingest.sources.images import ClassFolders, open_image, upright_size
 from csdctl.worker.ingest.sources.source import (
     Block,
     SampleSource,
@@ -58,6 +59,8 @@ from csdctl.worker.protocol.datasets import (
     list_names,
 )
 
+SAMPLES, LABELS = "samples", "labels"
+"""Names of the only input and the only output in messages."""
 NPY, NPZ, CSV, TFRECORD = "npy", "npz", "csv", "tfrecord"
 FOLDERS, FUNCTION = "class folders", "function"
 """The formats of data."""
@@ -266,12 +269,12 @@ def takes_grey(spec: PrepareSpec) -> bool:
 
 
 def complete_info(info: DatasetInfo, source: SampleSource, spec: PrepareSpec) -> DatasetInfo:
-    """Return the description with classes and padding of `source`. Raises WorkerError, exit code 2."""
+    """Return the description with the classes of `source`. Raises WorkerError, exit code 2."""
     names = source.class_names or ()
     if info.num_samples == 0:
         raise _no_usable_samples(info, spec)
     skipped = () if spec.is_private else info.skipped
-    info = replace(info, padded=source.padded, columns=source.columns, skipped=skipped)
+    info = replace(info, columns=source.columns, skipped=skipped)
     field = LABEL if LABEL in info.labels else ""
     if not names or field not in info.labels or info.labels[field][1]:
         return replace(info, class_counts={})
@@ -343,15 +346,14 @@ def look(
 
 
 def _measure_pictures(tree: Tree) -> PictureSizes | None:
-    headers = []
+    images = []
     for file in tree.files:
         with contextlib.suppress(OSError, ValueError):  # which is counted as skipped
-            headers.append(read_header(tree.path_of(file).read_bytes()))
-    sizes = sorted(
-        (header.height * header.width, header.height, header.width) for header in headers if header
-    )
-    formats = sorted({header.format for header in headers if header})
-    return PictureSizes(tuple(formats), sizes[0][1:], sizes[-1][1:]) if sizes else None
+            images.append(open_image(tree.path_of(file).read_bytes()))
+    images = [image for image in images if image]
+    sizes = sorted(map(upright_size, images), key=lambda size: (math.prod(size), size))
+    formats = sorted({image.format.lower() for image in images})
+    return PictureSizes(tuple(formats), sizes[0], sizes[-1]) if sizes else None
 
 
 def _find_label(tree: Tree, spec: PrepareSpec) -> str:

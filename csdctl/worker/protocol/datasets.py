@@ -111,8 +111,6 @@ class DatasetInfo:
     max_values: LargestOf = field(default_factory=dict)
     """The largest value of each input of integers, which may be indices; without uint8. Of weights: 1, or 0
     if all are 0."""
-    padded: Annotated[dict[str, SampleShape], MaxLength(1000)] = field(default_factory=dict)
-    """Inputs and outputs whose values had different shapes, and the shape that they were padded to with 0."""
     columns: tuple[str, ...] = ()
     """The columns of a table in the order of a sample's values; empty for private data."""
     skipped: Annotated[tuple[ShortText, ...], MaxLength(5)] = ()
@@ -137,7 +135,7 @@ class DatasetInfo:
     def element_spec(self) -> "DatasetInfo":
         """Shapes and types, which is what computing needs, without classes and skipped samples."""
         return dataclasses.replace(
-            self, num_skipped={}, skipped=(), class_counts={}, unusable_classes=(), padded={}, columns=()
+            self, num_skipped={}, skipped=(), class_counts={}, unusable_classes=(), columns=()
         )
 
 

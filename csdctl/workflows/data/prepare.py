@@ -19,7 +19,7 @@ from pathlib import Path
 from csdctl.documents import load_kept, save_json, save_text
 from csdctl.errors import InputError, RemoteCommandError
 from csdctl.fleet.model import HOST_NAME, Fleet
-from csdctl.job.compatibility import check_compatibility, check_noise, inputs_of, is_regression, show_shape
+from csdctl.job.compatibility import check_compatibility, check_noise, inputs_of, is_regression
 from csdctl.job.model import HostData, Job, PrivateData, find_imported
 from csdctl.notify import Say
 from csdctl.reporting.numbers import format_count
@@ -270,7 +270,6 @@ def prepare_job(
     check_compatibility(model.info, datasets, needs_labels=is_trained)
     if job.noise:
         check_noise(job.noise, model.info, private)
-    _say_padded(datasets, say)
     of_host = {"public": public} | ({"validation": validation} if validation else {})
     for name in find_changed(project, job, of_host | private):
         if not is_checked:
@@ -284,12 +283,6 @@ def prepare_job(
     if is_trained:
         model = ModelCompiler(job, model, public, worker, space, say=say).step(*ahead[:1])
     return Prepared(worker, model, public, validation, private, absent=absent, prepare_node=prepare_node)
-
-
-def _say_padded(datasets: Mapping[str, DatasetInfo | None], say: Say) -> None:
-    for name, info in datasets.items():
-        for part, shape in info.padded.items() if info else ():
-            say(f"{name}: different lengths were padded with 0: {part} to {show_shape(shape)}")
 
 
 @dataclass

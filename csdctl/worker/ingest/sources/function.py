@@ -7,13 +7,12 @@ structured array.
 """
 
 import dis
-import functools
 import hashlib
 import random
 import re
 import sys
 import zipfile
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -27,6 +26,7 @@ from csdctl.worker.data.file_hash import check_stored
 from csdctl.worker.ingest.sources.arrays import ArraySource
 from csdctl.worker.ingest.sources.images import ImageDecoder, known_shape
 from csdctl.worker.ingest.sources.source import (
+    GIVE_ONE_SHAPE,
     Block,
     Candidate,
     DecodedSource,
@@ -47,8 +47,6 @@ from csdctl.worker.protocol.datasets import (
     takes,
 )
 
-SAMPLES, LABELS = "samples", "labels"
-"""Names of the only input and the only output in messages."""
 ENDING = "yield each sample once, without repeat() or an endless loop: every epoch reads all samples"
 USE_NUMBERS = (
     "turn text into numbers in the function, with keras.layers.TextVectorization or StringLookup, numbers of "
@@ -61,7 +59,6 @@ MAX_NAME = 128
 MODULE = "csdctl_users_data"
 END = object()
 
-Shape = tuple[int, ...]
 Parts = dict[str, Any]
 """Arrays, tensors or their specs by the name of an input or output, '' for the only one."""
 
@@ -136,21 +133,19 @@ class Elements(DecodedSource):
     def __init__(
         self,
         function: UserFunction,
-        begin: Callable[[], Iterator[Any]],
+        elements: Iterator[Any],
         spec: PrepareSpec,
         threads: int,
         *,
         is_batched: bool = False,
         num_samples: int = 0,
     ) -> None:
-        """`begin` starts the iteration. More than once only for `pad_to_longest`."""
         super().__init__(spec, threads)
         self.num_samples = num_samples
         self._function = function
-        self._begin = begin
+        self._elements = elements
         self._spec = spec
         self._axes = int(is_batched)
-        self._targets: dict[str, Shape] = {}
         self._decoder: ImageDecoder | None = None
 
     def blocks(self, start: int) -> Iterator[Block]:
@@ -166,53 +161,16 @@ class Elements(DecodedSource):
                 num_skipped = max(0, start - first)
                 yield block_at(first + num_skipped, samples[num_skipped:], labels[num_skipped:])
 
-    def pad_to_longest(self, names: Collection[str]) -> None:
-        """Pad `names` with 0 to the shape of model or public data, or of the longest sample."""
-        expected = {name or SAMPLES: shape for name, shape in self._spec.inputs.items()}
-        expected |= {name or LABELS: shape for name, (_, shape) in self._spec.labels.items()}
-        self._targets = {name: expected[name] for name in names if name in expected and all(expected[name])}
-        missing = [name for name in names if name not in self._targets]
-        for inputs, outputs in self._arrays() if missing else ():
-            for name, array in named_in_messages(inputs, outputs):
-                if name in missing:
-                    shape = array.shape[self._axes :]
-                    before = self._targets.setdefault(name, shape)
-                    if len(before) != len(shape):
-                        raise StructureError("yields samples of different shapes or types")
-                    self._targets[name] = tuple(map(max, before, shape))
-
     def _records(self) -> Iterator[tuple[Array, Array]]:
         """Yield samples and labels. Raises StructureError, and WorkerError for whatever fails."""
-        for inputs, outputs in self._arrays():
-            padded = [
-                {name: self._pad(array, name or kind) for name, array in part.items()}
-                for part, kind in ((inputs, SAMPLES), (outputs, LABELS))
-            ]
-            samples = to_records(padded[0], self._axes)
+        while (element := self._function.guard(lambda: next(self._elements, END))) is not END:
+            inputs, outputs = (to_arrays(parts, self._axes) for parts in name_parts(element, self._spec))
+            samples = to_records(inputs, self._axes)
             num_samples = samples.shape[: self._axes]
-            labels = to_records(padded[1], self._axes) if outputs else no_labels(num_samples)
+            labels = to_records(outputs, self._axes) if outputs else no_labels(num_samples)
             if num_samples != labels.shape[: self._axes]:
                 raise StructureError(f"yields {len(samples)} samples with {len(labels)} labels")
             yield samples, labels
-
-    def _arrays(self) -> Iterator[tuple[dict[str, Array], dict[str, Array]]]:
-        iterator = self._function.guard(self._begin)
-        while (element := self._function.guard(lambda: next(iterator, END))) is not END:
-            inputs, outputs = name_parts(element, self._spec)
-            yield to_arrays(inputs, self._axes), to_arrays(outputs, self._axes)
-
-    def _pad(self, array: Array, name: str) -> Array:
-        target, shape = self._targets.get(name), array.shape[self._axes :]
-        if target is None or shape == target or len(shape) != len(target):
-            return array
-        if any(size > most for size, most in zip(shape, target, strict=True)):
-            how = "such as padded_batch(…, padded_shapes=…) or to_tensor(shape=…)"
-            problem = f"yields {name} of shape {shape}, longer than {target} of the model or the public data"
-            raise StructureError(problem, f"pad or cut all data to one length in the function, {how}")
-        self.padded[name] = target
-        padded = np.zeros((*array.shape[: self._axes], *target), array.dtype)
-        padded[tuple(map(slice, array.shape))] = array
-        return padded
 
     def candidates(self) -> Iterator[Candidate]:
         """Yield all samples. Raises StructureError if they differ in shape or type."""
@@ -228,8 +186,7 @@ class Elements(DecodedSource):
                 self._decoder = ImageDecoder(self._spec.picture)
             form = None if is_image else sample.shape, label.shape, sample.dtype, label_dtype(label.dtype)
             if expected not in (None, form):
-                remedy = "give all samples one shape and type, or return a tf.data.Dataset, which is padded"
-                raise StructureError("yields samples of different shapes or types", remedy)
+                raise StructureError("yields samples of different shapes or types", GIVE_ONE_SHAPE)
             expected = form
             yield sample, label
 
@@ -265,15 +222,11 @@ def _open_dataset(returned: Any, function: UserFunction, spec: PrepareSpec, thre
         if getattr(part, "shape", None) is None or part.shape.rank is None:
             problem = f"returned a tf.data.Dataset without a known rank of {name or 'samples or labels'}"
             raise StructureError(problem, "set it in map(), with tf.ensure_shape or set_shape")
-    parts = named_in_messages(inputs, outputs)
-    is_batched = _is_batched(inputs, [tuple(part.shape) for _, part in parts], spec)
+    shapes = [tuple(part.shape) for part in (*inputs.values(), *outputs.values())]
+    is_batched = _is_batched(inputs, shapes, spec)
     num_samples = 0 if is_batched else max(0, size)
-    begin = functools.partial(iter, returned)
-    source = Elements(function, begin, spec, threads, is_batched=is_batched, num_samples=num_samples)
-    if not is_batched and list(inputs) == [""] and inputs[""].dtype == tf.uint8:
-        del parts[0]  # images, which are converted to one shape
-    source.pad_to_longest([name for name, part in parts if None in part.shape[int(is_batched) :]])
-    return source
+    elements = function.guard(lambda: iter(returned))
+    return Elements(function, elements, spec, threads, is_batched=is_batched, num_samples=num_samples)
 
 
 def _is_batched(inputs: Parts, shapes: list[tuple[int | None, ...]], spec: PrepareSpec) -> bool:
@@ -294,10 +247,8 @@ def _open_py_dataset(returned: Any, function: UserFunction, spec: PrepareSpec, t
     num_batches = function.guard(lambda: returned.num_batches)
     if num_batches is None:
         raise StructureError("returned a PyDataset without an end", "give it a length: def __len__(self)")
-    begin = functools.partial(map, returned.__getitem__, range(num_batches))
-    source = Elements(function, begin, spec, threads, is_batched=True)
-    source.pad_to_longest([name or SAMPLES for name, shape in spec.inputs.items() if 0 in shape])
-    return source
+    elements = map(returned.__getitem__, range(num_batches))
+    return Elements(function, elements, spec, threads, is_batched=True)
 
 
 def _open_iterator(returned: Any, function: UserFunction, spec: PrepareSpec, threads: int) -> Elements:
@@ -309,7 +260,7 @@ def _open_iterator(returned: Any, function: UserFunction, spec: PrepareSpec, thr
     ends = {"RETURN_VALUE", "RETURN_CONST", "RAISE_VARARGS"}
     if code and not ends & {instruction.opname for instruction in dis.Bytecode(code)}:
         raise StructureError("returned a generator without an end: `while True`, without break", ENDING)
-    return Elements(function, lambda: iterator, spec, threads)
+    return Elements(function, iterator, spec, threads)
 
 
 def _open_arrays(returned: Any, spec: PrepareSpec) -> ArraySource:
@@ -321,18 +272,7 @@ def _open_arrays(returned: Any, spec: PrepareSpec) -> ArraySource:
     if len(lengths) > 1 and isinstance(returned, tuple) and all(isinstance(part, tuple) for part in returned):
         problem = "returned arrays of different lengths, as (train, test) of load_data() has"
         raise StructureError(problem, "return one pair, and write a function for each")
-    source = ArraySource(samples, labels or {"": no_labels(next(iter(lengths)))}, spec)
-    parts = zip(named_in_messages(inputs, outputs), named_in_messages(samples, labels), strict=True)
-    source.padded = {
-        name: array.shape[1:] for (name, part), (_, array) in parts if hasattr(part, "to_tensor")
-    }
-    return source
-
-
-def named_in_messages(inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """Return inputs and outputs with the names that they have in messages."""
-    kinds = (SAMPLES, inputs), (LABELS, outputs)
-    return [(name or kind, part) for kind, parts in kinds for name, part in parts.items()]
+    return ArraySource(samples, labels or {"": no_labels(next(iter(lengths)))}, spec)
 
 
 def name_parts(element: Any, spec: PrepareSpec) -> tuple[Parts, Parts]:
@@ -422,10 +362,10 @@ def to_arrays(parts: Mapping[str, Any], num_axes: int) -> dict[str, Array]:
 
 
 def _to_array(part: Any, where: str) -> Array:
-    """Return an array or tensor as an array of numbers, ragged ones padded with 0. Raises StructureError."""
+    """Return an array or tensor as an array of numbers. Raises StructureError."""
     if hasattr(part, "to_tensor"):
-        part = part.to_tensor()
-    elif hasattr(part, "dense_shape"):
+        raise StructureError(f"returned a ragged tensor{where}", "pad it: to_tensor(shape=…)")
+    if hasattr(part, "dense_shape"):
         part = sys.modules["tensorflow"].sparse.to_dense(part)
     elif hasattr(part, "toarray"):
         part = part.toarray()

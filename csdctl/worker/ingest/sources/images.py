@@ -1,26 +1,22 @@
 """Images: folders by class, and conversion to uint8 of a fixed shape (docs/how-to/prepare-data.md).
 
-Pillow reads sizes from headers before anything is decoded, decodes GIF and BMP, and resizes all images, with
-the same result on every machine. TensorFlow decodes PNG and JPEG. Both read bytes, never a path, so that none
-of their errors or messages can name a file.
+Pillow reads sizes from headers before anything is decoded. It reads bytes, never a path, so that none of its
+errors can name a file. Its results are the same on every machine.
 """
 
 import io
 import math
-import struct
 import threading
 import unicodedata
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from csdctl.worker.data.arrays import Array
-from csdctl.worker.engine.tensorflow_c import TensorFlowError
 from csdctl.worker.ingest.sources.source import (
     Candidate,
     DataFile,
@@ -29,25 +25,23 @@ from csdctl.worker.ingest.sources.source import (
     UnusableError,
     data_error,
 )
-from csdctl.worker.ingest.sources.tensorflow_io import JPEG_RATIOS, PNG, RGBA, load_decoders
 from csdctl.worker.process.errors import JobError, describe
 from csdctl.worker.protocol.datasets import ImageRule, PrepareSpec, list_names
 
 LARGE_PIXELS = 16_000_000
 """Images with more pixels are decoded one at a time, whatever the number of threads, to save memory."""
-
 SPARE_SCALE = 2
 """Images are first reduced by an integer factor, to no less than this multiple of the final size."""
-
-FORMATS = {
-    b"\x89PNG\r\n\x1a\n": "png",
-    b"\xff\xd8\xff": "jpeg",
-    b"GIF87a": "gif",
-    b"GIF89a": "gif",
-    b"BM": "bmp",
+MAGIC = {
+    b"\x89PNG\r\n\x1a\n": "Png",
+    b"\xff\xd8\xff": "Jpeg",
+    b"GIF87a": "Gif",
+    b"GIF89a": "Gif",
+    b"BM": "Bmp",
 }
-"""Formats by the first bytes of a file."""
-DECODER_ERRORS = (OSError, SyntaxError, ValueError, LookupError, EOFError, OverflowError, TypeError)
+"""Formats, as Pillow's plugins are called, by the first bytes of a file."""
+ORIENTATION = 0x0112
+"""The EXIF tag that says how a picture is turned: from 5 on, width and height are stored swapped."""
 PARTS = {"train", "training", "val", "valid", "validation", "test", "testing"}
 """Folders that are parts of a data set, not classes, unless the job lists them as classes."""
 
@@ -57,57 +51,36 @@ def known_shape(rule: ImageRule) -> tuple[int, ...] | None:
     return rule.shape if rule.shape and len(rule.shape) == 3 and 0 not in rule.shape else None
 
 
-@dataclass(frozen=True)
-class Header:
-    """Format of an image ('png', 'jpeg', 'bmp', 'gif') and its size in pixels, upright."""
-
-    format: str
-    width: int
-    height: int
-    opened: Any = None
-    """Pillow's image, not decoded yet; None for a PNG."""
-    orientation: int = 1
-    """By EXIF, which cameras write: 1 is upright. From 5 on, width and height are stored swapped."""
-
-
-def read_header(content: bytes) -> Header | None:
-    """Return the header of an encoded image, None for other formats. Raises ValueError if it is damaged."""
-    name = next((name for magic, name in FORMATS.items() if content.startswith(magic)), "")
+def open_image(content: bytes) -> Any:
+    """Return Pillow's image, not decoded yet, None for other formats. Raises ValueError if it is damaged."""
+    name = next((name for magic, name in MAGIC.items() if content.startswith(magic)), "")
     if not name:
         return None
-    opened: Any = None
-    orientation, pillow = 1, None if name == "png" else _import_pillow()
+    # Not Image.open: its limit of pixels is not the one of the job.
+    reader = getattr(getattr(_import_pillow(), f"{name}ImagePlugin"), f"{name}ImageFile")
     try:
-        if pillow is None:  # it refuses a PNG for damage that does not matter, as that of a comment
-            kind, width, height = struct.unpack_from(">4sII", content, 12)
-            if kind != b"IHDR":
-                raise ValueError
-        else:
-            # Not Image.open: its limit of pixels is not the one of the job.
-            readers = {
-                "jpeg": pillow.JpegImagePlugin.JpegImageFile,
-                "gif": pillow.GifImagePlugin.GifImageFile,
-                "bmp": pillow.BmpImagePlugin.BmpImageFile,
-            }
-            opened = readers[name](io.BytesIO(content))
-            width, height = opened.size
-    except Exception:  # Pillow's are of many types
+        return reader(io.BytesIO(content))
+    except Exception:  # they are of many types
         raise ValueError(f"{name} is damaged") from None
-    if width < 1 or height < 1:
-        raise ValueError(f"{name} without pixels")
+
+
+def upright_size(image: Any) -> tuple[int, int]:
+    """Return height and width of Pillow's image, as it is seen."""
+    width, height = image.size
     with suppress(Exception):  # damage of the EXIF data does not matter
-        orientation = int(opened.getexif().get(0x0112, 1)) if name == "jpeg" else 1
-        width, height = (height, width) if 5 <= orientation <= 8 else (width, height)
-    return Header(name, width, height, opened, orientation)
+        if 5 <= image.getexif().get(ORIENTATION, 1) <= 8:
+            return width, height
+    return height, width
 
 
 def _import_pillow() -> Any:
     try:
         import PIL
-        from PIL import BmpImagePlugin, GifImagePlugin, Image, JpegImagePlugin  # noqa: F401
+        from PIL import Image, ImageOps  # noqa: F401
     except ImportError as error:
         problem = f"has no Pillow, which reads images: {describe(error)}"
         raise JobError(problem, "install the package pillow there") from None
+    Image.preinit()  # imports the plugins of these formats
     return PIL
 
 
@@ -115,13 +88,14 @@ class ImageDecoder:
     """Decodes images and fits them to the shape of a rule. Thread-safe."""
 
     def __init__(self, rule: ImageRule) -> None:
-        """Raise WorkerError, exit code 2, for a shape that images cannot have. `fit` needs no TensorFlow."""
+        """Raise WorkerError, exit code 2, for a shape that images cannot have."""
         shape = known_shape(rule)
         if shape is None or shape[2] not in (1, 3):
             problem = f"images cannot be converted to samples of shape {rule.shape}"
             raise JobError(problem, "set data.image.shape in job.yaml: [height, width, 1 or 3]")
         self._pillow = _import_pillow()
-        self._height, self._width, self._channels = shape
+        self._shape = shape
+        self._size = (shape[1], shape[0])
         self.sample_bytes = math.prod(shape)
         self._rule = rule
         self._large_image = threading.Lock()
@@ -129,49 +103,51 @@ class ImageDecoder:
     def decode(self, content: bytes) -> Array:
         """Return the image encoded in `content` as uint8 of the rule's shape. Raises UnusableError."""
         try:
-            header = read_header(content)
-            if header is None:
+            image = open_image(content)
+            if image is None:
                 raise UnusableError("other_format" if content else "undecodable")
-            num_pixels = header.width * header.height
+            num_pixels = math.prod(image.size)
             if num_pixels > self._rule.max_pixels:
                 raise UnusableError("too_large")
             with self._large_image if num_pixels > LARGE_PIXELS else nullcontext():
-                return self.fit(self._decode_format(content, header))
-        except (TensorFlowError, *DECODER_ERRORS):
+                return self._fit(self._load(image))
+        except UnusableError:
+            raise
+        except Exception:  # Pillow's are of many types
             raise UnusableError("undecodable") from None
 
     def fit(self, image: Array) -> Array:
         """Return uint8 (h, w, c) as uint8 of the rule's shape. Raises UnusableError unless c is 1 to 4."""
         if 0 in image.shape or image.shape[2] > 4:
             raise UnusableError("undecodable")
-        if image.shape == (self._height, self._width, self._channels):
-            return image
-        resize = {"stretch": self._stretch, "crop": self._crop, "pad": self._pad}[self._rule.fit]
-        fitted = resize(self._to_channels(image), (self._width, self._height))
-        return np.asarray(fitted).reshape(self._height, self._width, self._channels)
+        return self._fit(self._pillow.Image.fromarray(image[..., 0] if image.shape[2] == 1 else image))
 
-    def _decode_format(self, content: bytes, header: Header) -> Array:
-        if header.format == "png":  # a colour key becomes a channel only on request
-            has_key = content.find(b"tRNS", 0, content.find(b"IDAT")) > 0
-            return load_decoders()[RGBA if has_key else PNG](content).array(0)
-        if header.format == "jpeg":
+    def _load(self, image: Any) -> Any:
+        """Decode an image and turn it upright."""
+        if image.format == "JPEG":
             # The decoder itself reduces the image, which saves most work.
-            spare = min(header.height / self._height, header.width / self._width) / SPARE_SCALE
-            ratio = max((ratio for ratio in JPEG_RATIOS if ratio <= spare), default=1)
-            return _turn(load_decoders()[JPEG_RATIOS[ratio]](content).array(0), header.orientation)
-        if header.format == "bmp":  # its fourth byte is rarely alpha
-            return np.asarray(header.opened.convert("RGB"))
-        x, y, x_end, y_end = header.opened.tile[0][1]  # the first frame, within the screen
-        return np.asarray(header.opened.convert("RGBA"))[y:y_end, x:x_end]
+            image.draft("RGB", [SPARE_SCALE * max(self._size)] * 2)
+        image.load()
+        with suppress(Exception):  # damage of the EXIF data does not matter
+            if image.format == "JPEG":
+                return self._pillow.ImageOps.exif_transpose(image)
+        if image.format == "BMP":  # its fourth byte is rarely alpha
+            return image.convert("RGB")
+        if image.mode.startswith("I;16"):  # of which convert() keeps the lower bits
+            pixels, key = np.asarray(image), image.info.get("transparency")
+            grey = np.stack([pixels >> 8, np.where(pixels == key, 0, 255)], axis=-1)
+            return self._pillow.Image.fromarray(grey.astype(np.uint8))
+        return image
 
-    def _to_channels(self, image: Array) -> Any:
-        """Return a picture in the final channels, with white in place of what is transparent."""
-        picture = self._pillow.Image.fromarray(image[..., 0] if image.shape[2] == 1 else image)
-        if image.shape[2] in (2, 4):
-            opaque = self._pillow.Image.new("RGB", picture.size, "white")
-            opaque.paste(picture.convert("RGB"), mask=picture.getchannel("A"))
-            picture = opaque
-        return picture.convert("L" if self._channels == 1 else "RGB")
+    def _fit(self, picture: Any) -> Array:
+        """Return a picture in the final size and channels, with white in place of what is transparent."""
+        if picture.has_transparency_data:
+            layer = picture.convert("RGBA")
+            picture = self._pillow.Image.new("RGB", layer.size, "white")
+            picture.paste(layer.convert("RGB"), mask=layer.getchannel("A"))
+        picture = picture.convert("L" if self._shape[2] == 1 else "RGB")
+        resize = {"stretch": self._stretch, "crop": self._crop, "pad": self._pad}[self._rule.fit]
+        return np.asarray(resize(picture, self._size)).reshape(self._shape)
 
     def _stretch(self, picture: Any, size: tuple[int, int]) -> Any:
         return picture.resize(size, self._pillow.Image.Resampling.BILINEAR, reducing_gap=SPARE_SCALE)
@@ -189,13 +165,6 @@ class ImageDecoder:
         corner = (size[0] - width) // 2, (size[1] - height) // 2
         padded.paste(self._stretch(picture, (width, height)), corner)
         return padded
-
-
-def _turn(image: Array, orientation: int) -> Array:
-    """Return a picture (h, w, c) upright, given its orientation of EXIF."""
-    image = image.swapaxes(0, 1) if orientation in (5, 6, 7, 8) else image
-    image = image[:, ::-1] if orientation in (2, 3, 6, 7) else image
-    return image[::-1] if orientation in (3, 4, 7, 8) else image
 
 
 class ClassFolders(DecodedSource):
@@ -218,7 +187,6 @@ class ClassFolders(DecodedSource):
         counts = Counter(map(self._label, self._files))
         self.files_of_class = tuple(counts[label] for label in range(len(names)))
         self.num_samples = len(self._files)
-        load_decoders()  # here, as an error of one picture would not be raised
         self._decoder = ImageDecoder(spec.picture)
         self.sample_bytes = self._decoder.sample_bytes
 

@@ -42,6 +42,12 @@ EXPECTED = (
 )
 
 
+GIVE_ONE_SHAPE = (
+    "give all samples one shape and type: pad sequences in your function, with keras.utils.pad_sequences or "
+    "padded_batch(…, padded_shapes=…)"
+)
+
+
 @dataclass(frozen=True, slots=True)
 class DataFile:
     """A file below a root."""
@@ -208,8 +214,6 @@ class SampleSource:
 
     def __init__(self, spec: PrepareSpec) -> None:
         self.class_names = spec.classes
-        self.padded: dict[str, tuple[int, ...]] = {}
-        """Inputs and outputs that were padded, and their shape; complete after `blocks`."""
 
     def blocks(self, start: int) -> Iterator[Block]:
         """Yield all samples from index `start` on."""

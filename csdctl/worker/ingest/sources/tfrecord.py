@@ -1,8 +1,9 @@
 """TFRecord files, whose records are examples: features by name."""
 
 import math
+import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,15 @@ from typing import Any
 import numpy as np
 
 from csdctl.worker.data.arrays import Array
-from csdctl.worker.engine.protobuf import BYTES, FIXED32, VARINT, parse_fields, parse_int64s
-from csdctl.worker.engine.tensorflow_c import TensorFlowError
+from csdctl.worker.engine.protobuf import BYTES, FIXED32, VARINT, encode_field, parse_fields, parse_int64s
+from csdctl.worker.engine.tensorflow_c import (
+    OUT_OF_RANGE,
+    STRING,
+    TYPES,
+    FunctionInfo,
+    GraphSession,
+    TensorFlowError,
+)
 from csdctl.worker.ingest.sources.images import ImageDecoder, known_shape
 from csdctl.worker.ingest.sources.source import (
     Candidate,
@@ -21,11 +29,13 @@ from csdctl.worker.ingest.sources.source import (
     UnusableError,
     data_error,
 )
-from csdctl.worker.ingest.sources.tensorflow_io import RecordReader, load_decoders
 from csdctl.worker.protocol.datasets import PrepareSpec
+from csdctl.worker.protocol.run_spec import Runtime
 
 TEXTS, FLOATS, INTEGERS = 1, 2, 3
 """Numbers of the fields of tf.train.Feature."""
+BUFFER_BYTES = 256 << 10
+"""What is read of a file at once, as by tf.data.TFRecordDataset."""
 Feature = list[bytes] | list[float] | list[int]
 
 
@@ -49,8 +59,6 @@ class RecordFiles(DecodedSource):
         self._paths = [tree.path_of(file) for file in tree.files if is_record_file(file, tree)]
         self._reader = RecordReader()
         shape, dtype = self._schema.shape, self._schema.dtype
-        if shape is None:
-            load_decoders()  # here, as an error of one picture would not be raised
         is_image = shape is None or (dtype == "uint8" and len(shape) == 3 and known_shape(spec.picture))
         self._decoder = ImageDecoder(spec.picture) if is_image else None
         raw_bytes = math.prod(shape or ()) * np.dtype(dtype).itemsize
@@ -159,3 +167,52 @@ def _parse_feature(content: memoryview) -> list[Any]:
             elif kind == INTEGERS and encoding == VARINT:
                 values.append(value - (value >> 63 << 64))
     return values
+
+
+def _node(name: str, operation: str, inputs: Sequence[str], **attributes: bytes) -> bytes:
+    """Return a node of a GraphDef. `attributes` are messages of the type AttrValue."""
+    texts = ((1, name), (2, operation), *((3, source) for source in inputs))
+    fields = [encode_field(number, text.encode()) for number, text in texts]
+    for key, value in attributes.items():
+        fields.append(encode_field(5, encode_field(1, key.encode()) + encode_field(2, value)))
+    return encode_field(1, b"".join(fields))
+
+
+def _type(number: int) -> bytes:
+    return encode_field(6, number)
+
+
+class RecordReader:
+    """Reads TFRecord files, one after the other."""
+
+    def __init__(self) -> None:
+        """Raise WorkerError without TensorFlow's libraries."""
+        elements = {
+            "output_types": encode_field(1, _type(STRING)),
+            "output_shapes": encode_field(1, encode_field(7, b"")),  # scalars
+        }
+        feeds, empty = ("filename", "compression", "buffer_bytes"), encode_field(2, b"")
+        nodes = [
+            *(_node(name, "Placeholder", (), dtype=_type(STRING)) for name in feeds[:2]),
+            _node(feeds[2], "Placeholder", (), dtype=_type(TYPES["int64"])),
+            _node("records", "TFRecordDataset", feeds),
+            _node("iterator", "IteratorV2", (), shared_name=empty, container=empty, **elements),
+            _node("begin", "MakeIterator", ["records", "iterator"]),
+            _node("next", "IteratorGetNext", ["iterator"], **elements),
+        ]
+        # It computes in the thread of its caller.
+        session = GraphSession(b"".join(nodes), Runtime(), in_caller=True)
+        self._begin = session.find("begin", FunctionInfo(feeds, (), ("begin",)))
+        self._next = session.find("next", FunctionInfo((), ("next",)))
+
+    def read(self, path: Path, compression: str = "") -> Iterator[bytes]:
+        """Yield the records of a file, `compression` '' or 'GZIP'. Raises TensorFlowError for damage."""
+        self._begin(os.fsencode(path), compression.encode(), np.array(BUFFER_BYTES, np.int64))
+        while True:
+            try:
+                record = self._next().string(0)
+            except TensorFlowError as error:
+                if error.code == OUT_OF_RANGE:
+                    return
+                raise
+            yield record

@@ -3,6 +3,7 @@
 import base64
 import io
 import struct
+import zlib
 from typing import Any
 
 import numpy as np
@@ -67,4 +68,5 @@ def gif(image: np.ndarray, *later: np.ndarray, **options: Any) -> bytes:
 def huge_png(width: int, height: int) -> bytes:
     """Return a small file with a header that claims a large size."""
     small = png(flat(1, 1, 0, 0, 0))
-    return small[:16] + struct.pack(">II", width, height) + small[24:]
+    header = b"IHDR" + struct.pack(">II", width, height) + small[24:29]
+    return small[:12] + header + struct.pack(">I", zlib.crc32(header)) + small[33:]

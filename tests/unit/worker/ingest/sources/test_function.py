@@ -152,22 +152,12 @@ class TestArrays:
         assert (info.num_samples, info.sample_shape, info.label_shape) == (6, (2,), (0,))
         assert arrays_of(info)[1].shape == (6, 0)
 
-    def test_tensors_ragged_and_sparse_ones_too(self, load: Load) -> None:
-        text = (
-            "x = {'r': tf.ragged.constant([[1, 2, 3], [4]]), 's': tf.sparse.from_dense([[0, 5.0], [6, 0]])}"
-        )
-        info = load(f"{text}\nreturn x, tf.constant([0, 1])", TF)
-        samples, _ = arrays_of(info)
-        assert samples["r"].tolist() == [[1, 2, 3], [4, 0, 0]]
-        assert samples["s"].tolist() == [[0, 5], [6, 0]]
-        assert info.padded == {"r": (3,)}
+    def test_sparse_tensors_become_dense(self, load: Load) -> None:
+        info = load("return tf.sparse.from_dense([[0, 5.0], [6, 0]]), tf.constant([0, 1])", TF)
+        assert arrays_of(info)[0].tolist() == [[0, 5], [6, 0]]
 
 
-RAGGED = f"{DATASET}((tf.ragged.constant([[1], [2, 3, 4], [5, 6]]), [0, 1, 2]))"
-LISTS = (
-    "tf.data.Dataset.from_generator(lambda: iter([([1], 0), ([2, 3, 4], 1), ([5, 6], 2)]), "
-    "output_signature=(tf.TensorSpec((None,), tf.int32), tf.TensorSpec((), tf.int32)))"
-)
+RAGGED = "tf.ragged.constant([[1], [2, 3, 4], [5, 6]]), [0, 1, 2]"
 
 
 class TestDatasets:
@@ -190,16 +180,6 @@ class TestDatasets:
         text = f"return {DATASET}((np.zeros((6, 3)), np.eye(6)[:, :3])){calls}"
         info = load(text, TF, inputs={"": (3,)})
         assert (info.num_samples, info.sample_shape, info.label_shape) == (6, (3,), (3,))
-
-    @pytest.mark.parametrize("dataset", [RAGGED, f"{RAGGED}.batch(2)", LISTS, f"{LISTS}.padded_batch(1)"])
-    def test_sequences_are_padded_to_the_longest_or_to_the_model(self, load: Load, dataset: str) -> None:
-        for inputs, length in (({}, 3), ({"": (0,)}, 3), ({"": (5,)}, 5)):
-            info = load(f"return {dataset}", TF, inputs=inputs)
-            assert arrays_of(info)[0][:, :3].tolist() == [[1, 0, 0], [2, 3, 4], [5, 6, 0]]
-            assert (info.sample_shape, info.padded) == ((length,), {"samples": (length,)})
-        with pytest.raises(WorkerError, match=r"of shape \(3,\), longer than \(2,\)") as raised:
-            load(f"return {dataset}", TF, inputs={"": (2,)})
-        assert "padded_batch" in raised.value.remedy
 
     @pytest.mark.parametrize(
         "returned",
@@ -242,17 +222,13 @@ class Batches(keras.utils.PyDataset):
         return 3
 
     def __getitem__(self, number):
-        size = number + 2
-        return {"a": np.full((size, 1), number), "b": np.ones((size, size))}, np.full(size, number)
+        return np.full((number + 2, 1), number), np.full(number + 2, number)
 """
 
 
 def test_batches_of_a_py_dataset_are_read_in_order(load: Load) -> None:
-    info = load("return Batches()", BATCHES, inputs={"a": (1,)})
+    info = load("return Batches()", BATCHES)
     assert arrays_of(info)[1].tolist() == [0, 0, 1, 1, 1, 2, 2, 2, 2]
-    info = load("return Batches()", BATCHES, inputs={"a": (1,), "b": (0,)})
-    assert info.padded == {"b": (4,)}
-    assert arrays_of(info)[0]["b"][0].tolist() == [1, 1, 0, 0]
 
 
 REFUSALS = [
@@ -293,7 +269,8 @@ REFUSALS = [
     ("7", "load returned a int", ""),
     ("iter([1, 2])", r"not \(sample, label\)", ""),
     ("np.zeros((3, 4)), np.zeros(2)", "3 samples but 2 labels", ""),
-    ("iter([(np.zeros(3), 1), (np.zeros(4), 1)])", "different shapes or types", ""),
+    ("iter([(np.zeros(3), 1), (np.zeros(4), 1)])", "different shapes or types", "pad_sequences"),
+    (f"{DATASET}(({RAGGED})).batch(2)", "returned a ragged tensor$", "to_tensor"),
     ("int(str(list(pathlib.Path(path).iterdir())))", "load fails: ValueError$", ""),
     ("exit('x')", "load fails: SystemExit$", ""),
     ("__import__('no_such_module')", "ModuleNotFoundError for no_such_module$", "install"),

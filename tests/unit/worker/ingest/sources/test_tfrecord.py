@@ -2,14 +2,19 @@
 
 import os
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from csdctl.worker.engine.tensorflow_c import TensorFlowError
 from csdctl.worker.ingest.prepare import prepare
+from csdctl.worker.ingest.sources.tfrecord import RecordReader, parse_example
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.datasets import ImageRule, PrepareSpec, RecordSchema
 from tests.unit.worker.ingest.prepared_data import SECRET, arrays_of, refusal, spec_below
@@ -160,3 +165,57 @@ def test_files_without_a_matching_schema_are_bad_input(
     write(root / f"{SECRET}.tfrecord", ENCODED)
     assert "data.tfrecord" in refusal(replace(spec, records=records), message)
     refusal(replace(spec, classes=("cat", "dog")), "labels that are not classes: the job has 2 classes")
+
+
+@pytest.mark.parametrize("compression", ["", "GZIP"])
+def test_records_before_the_damage_are_those_of_tensorflow(tmp_path: Path, compression: str) -> None:
+    """Whatever byte is damaged, and wherever the file ends."""
+    path = tmp_path / "a.tfrecord"
+    write(path, [b"", b"a" * 3, bytes(70), b"\xff" * 9], compression)
+    whole, reader = path.read_bytes(), RecordReader()
+    changed = [whole[:place] + bytes([whole[place] ^ 8]) + whole[place + 1 :] for place in range(len(whole))]
+    for content in (whole, *changed, *(whole[:place] for place in range(len(whole)))):
+        path.write_bytes(content)
+        theirs = (one.numpy() for one in tensorflow().data.TFRecordDataset(str(path), compression))
+        assert drain(reader.read(path, compression)) == drain(theirs)
+
+
+def drain(records: Any) -> list[bytes | None]:
+    found: list[bytes | None] = []
+    try:
+        for record in records:
+            found.append(record)
+    except (TensorFlowError, tensorflow().errors.OpError):
+        found.append(None)
+    return found
+
+
+@given(st.sampled_from(ENCODED), st.data())
+def test_damaged_examples_are_an_error_or_examples(whole: bytes, data: st.DataObject) -> None:
+    changed = bytearray(whole[: data.draw(st.integers(1, len(whole)))])
+    for _ in range(data.draw(st.integers(0, 3))):
+        changed[data.draw(st.integers(0, len(changed) - 1))] = data.draw(st.integers(0, 255))
+    with suppress(ValueError):
+        parse_example(bytes(changed))
+
+
+TEXTS = st.lists(st.binary(max_size=200), max_size=3)
+FLOATS = st.lists(st.floats(width=32, allow_nan=False), max_size=5)
+INTEGERS = st.lists(st.integers(-(1 << 63), (1 << 63) - 1), max_size=5)
+
+
+@settings(deadline=None)
+@given(st.dictionaries(st.text(max_size=5), st.tuples(st.sampled_from("bfi"), TEXTS, FLOATS, INTEGERS)))
+def test_examples_are_parsed_as_by_protobuf(drawn: dict[str, Any]) -> None:
+    train = tensorflow().train
+    made = {
+        "b": lambda texts, floats, integers: train.Feature(bytes_list=train.BytesList(value=texts)),
+        "f": lambda texts, floats, integers: train.Feature(float_list=train.FloatList(value=floats)),
+        "i": lambda texts, floats, integers: train.Feature(int64_list=train.Int64List(value=integers)),
+    }
+    features = {name: made[kind](*values) for name, (kind, *values) in drawn.items()}
+    content = train.Example(features=train.Features(feature=features)).SerializeToString()
+    assert parse_example(content) == {
+        name: [*one.bytes_list.value, *one.float_list.value, *one.int64_list.value]
+        for name, one in features.items()
+    }
