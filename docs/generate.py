@@ -27,7 +27,7 @@ import yaml
 import csdctl
 from csdctl import errors
 from csdctl.cli.app import app
-from csdctl.emulation.fleet import NodeStatus, StoppedFleet
+from csdctl.emulation.fleet import NodeStatus
 from csdctl.fleet.checks import Check
 from csdctl.fleet.facts import Drive, Facts
 from csdctl.fleet.model import Node, Problem
@@ -187,10 +187,10 @@ DOCUMENTS = {
     "csdctl.emulate/1": shown(
         "`csdctl emulate up`, `status` and `down`",
         EmulatedFleet,
-        StoppedFleet,
         emulated=(bool, "True."),
         nodes=(list[NodeStatus], "Each node; none after `down`."),
-        optional=["fleet_path", "was_up", "owner_pid", *fields_of(StoppedFleet)],
+        num_processes=(int, "Processes that `down` ended."),
+        optional=["fleet_path", "was_up", "owner_pid", "num_processes"],
     ),
     "csdctl.error/1": shown(
         "Every command that fails, unless its own document says so already; `train` and `runs watch`, as the "

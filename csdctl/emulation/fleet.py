@@ -1,8 +1,8 @@
 """An emulated fleet: its specification, files and saved state. Start, inspect and stop it.
 
 The id of a fleet is derived from its directory, so that a fleet without its state is still found: by the
-marker in the environment of its processes and by the names of its control groups. The first line of
-fleet.yaml has a hash of the rest: a file that the user has changed is not removed.
+marker in the environment of its processes and by the names of its control groups. A fleet.yaml whose first
+line has another id, or none, is neither written nor removed.
 """
 
 import contextlib
@@ -53,9 +53,7 @@ MIN_MEMORY_BYTES = 16 << 20
 USER = "csd"
 """The user name for SSH. The nodes' servers accept any."""
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
-_HEADER = re.compile(
-    r"# Written by csdctl emulate up for fleet (\w+), content (\w+); `csdctl emulate down` removes it\.\n"
-)
+_HEADER = "# Written by csdctl emulate up for fleet {}; `csdctl emulate down` removes it.\n"
 
 
 @dataclass(frozen=True)
@@ -221,42 +219,15 @@ def save_fleet_file(paths: FleetPaths, state: FleetState, python: str) -> None:
         "defaults": {"user": USER, "key": str(paths.key), "python": python, "group": "emulated"},
         "nodes": [{"name": node.name, "address": "127.0.0.1", "port": node.port} for node in state.nodes],
     }
-    body = yaml.safe_dump(content, sort_keys=False)
-    origin = f"# Written by csdctl emulate up for fleet {state.fleet_id}, content {_hash(body)}"
-    save_text(state.fleet_path, f"{origin}; `csdctl emulate down` removes it.\n{body}")
+    save_text(state.fleet_path, _HEADER.format(state.fleet_id) + yaml.safe_dump(content, sort_keys=False))
 
 
-def is_unchanged(path: Path, fleet_id: str) -> bool:
-    """Return whether `path` is byte for byte what the emulator wrote for this fleet."""
+def is_written_for(path: Path, fleet_id: str) -> bool:
+    """Return whether `path` is a fleet.yaml that the emulator wrote for this fleet."""
     try:
-        text = path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8").startswith(_HEADER.format(fleet_id))
     except (OSError, UnicodeDecodeError):
         return False
-    header = _HEADER.match(text)
-    return header is not None and header.groups() == (fleet_id, _hash(text[header.end() :]))
-
-
-def check_may_write(path: Path, fleet_id: str) -> None:
-    """Raise InputError when `path` exists and was not written by the emulator for this fleet."""
-    if path.exists() and not is_unchanged(path, fleet_id):
-        problem = "is not as `csdctl emulate up` writes it for this fleet, or was edited; it is unchanged"
-        remedy = "move it away and add your settings to the new one, or use another file with --fleet"
-        raise InputError(f"{path} {problem}", remedy=remedy)
-
-
-def remove_fleet_file(path: Path, fleet_id: str) -> bool:
-    """Remove fleet.yaml and its facts. If the user has changed it, leave it and return False."""
-    if not path.exists():
-        return True
-    if not is_unchanged(path, fleet_id):
-        return False
-    facts_path(Fleet(nodes=(), path=path)).unlink(missing_ok=True)
-    path.unlink(missing_ok=True)
-    return True
-
-
-def _hash(body: str) -> str:
-    return hashlib.sha256(body.encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
@@ -297,15 +268,17 @@ def start_fleet(
             problem = "contains other files; an emulated fleet needs a separate directory"
             raise InputError(f"{paths.directory} {problem}")
         state = load_state(paths)
-        if state is not None and _is_alive(state):
+        if state:
             _check_same(paths, state, spec, fleet_path)
+        if state and _is_alive(state):
             if not state.fleet_path.exists():
                 save_fleet_file(paths, state, sys.executable)
             return state.fleet_path
         new_path = fleet_path or paths.default_fleet
-        check_may_write(new_path, paths.fleet_id)
-        if state:  # it was kept, or a server has ended
-            _check_same(paths, state, spec, fleet_path)
+        if new_path.exists() and not is_written_for(new_path, paths.fleet_id):
+            problem = "was not written by `csdctl emulate up` for this fleet; it is unchanged"
+            remedy = "move it away and add your settings to the new one, or use another file with --fleet"
+            raise InputError(f"{new_path} {problem}", remedy=remedy)
         _stop(paths, state)
         new_state = FleetState(paths.fleet_id, spec, cpu_mechanism, new_path, owner=owner)
         try:
@@ -434,16 +407,11 @@ def _is_alive(state: FleetState) -> bool:
     return bool(state.nodes) and all(is_running(node.pid, node.start_time) for node in state.nodes)
 
 
-@dataclass(frozen=True)
-class StoppedFleet:
-    """Number of ended processes. `kept_fleet_path` is a fleet.yaml changed by the user."""
+def stop_fleet(directory: Path, *, keep: bool = False) -> int:
+    """End the fleet and remove it, even after a crash. `keep`: its files stay for `start_fleet`.
 
-    num_processes: int = 0
-    kept_fleet_path: Path | None = None
-
-
-def stop_fleet(directory: Path, *, keep: bool = False) -> StoppedFleet:
-    """End the fleet and remove it, even after a crash. `keep`: its files stay for `start_fleet`."""
+    Return the number of processes that were ended.
+    """
     paths = FleetPaths(directory)
     if not paths.directory.parent.exists():  # removed manually; its processes may still run
         return remove_fleet(paths)
@@ -454,7 +422,7 @@ def stop_fleet(directory: Path, *, keep: bool = False) -> StoppedFleet:
         return _stop(paths, load_state(paths) if keep else None)
 
 
-def _stop(paths: FleetPaths, state: FleetState | None) -> StoppedFleet:
+def _stop(paths: FleetPaths, state: FleetState | None) -> int:
     """End every process of the fleet except this one. Keep the files of a fleet with `state` for `up`."""
     if state is None:
         return remove_fleet(paths)
@@ -463,19 +431,18 @@ def _stop(paths: FleetPaths, state: FleetState | None) -> StoppedFleet:
     for link in (paths.short_tmp, *(paths.node(name).tmp for name in state.spec.node_names)):
         link.unlink(missing_ok=True)
     save_state(paths, replace(state, nodes=(), owner=None))
-    return StoppedFleet(num_processes)
+    return num_processes
 
 
-def remove_fleet(paths: FleetPaths) -> StoppedFleet:
+def remove_fleet(paths: FleetPaths) -> int:
     """End every process of the fleet except this one, and remove its control groups and files."""
     state = load_state(paths)
     num_processes = _end_processes(paths)
-    if state:
-        fleet_files = [state.fleet_path]
-    else:
-        usual_places = (paths.default_fleet, paths.directory.parent.parent / "fleet.yaml")
-        fleet_files = [path for path in usual_places if is_unchanged(path, paths.fleet_id)]
-    edited = [path for path in fleet_files if not remove_fleet_file(path, paths.fleet_id)]
+    usual_places = [paths.default_fleet, paths.directory.parent.parent / "fleet.yaml"]
+    for path in [state.fleet_path] if state else usual_places:
+        if is_written_for(path, paths.fleet_id):
+            facts_path(Fleet(path=path)).unlink(missing_ok=True)
+            path.unlink()
     _remove_short_tmp(paths)
     if paths.is_ours:
         # The marker is removed last, so that an interrupted removal can be repeated.
@@ -486,7 +453,7 @@ def remove_fleet(paths: FleetPaths) -> StoppedFleet:
         paths.marker.unlink(missing_ok=True)
     if paths.directory.exists():
         paths.directory.rmdir()
-    return StoppedFleet(num_processes, edited[0] if edited else None)
+    return num_processes
 
 
 def _end_processes(paths: FleetPaths) -> int:

@@ -9,21 +9,16 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Any
 
 import yaml
-from pydantic import Field
 
 from csdctl.documents import check_values, parse_json_document
 from csdctl.errors import InputError
 from csdctl.fleet.model import HOST_NAME, Fleet, Node, select_names
-from csdctl.fleet.names import GROUP, NAME, format_node_names
-from csdctl.fleet.openssh import Target, read_arguments
+from csdctl.fleet.names import ADDRESS, AN_ADDRESS, GROUP, NAME, format_node_names
+from csdctl.fleet.openssh import Target, quote_value
 
-MAX_HOSTS = 10_000
-MAX_GROUPS = 1000
-MAX_MEMBERS = 1_000_000
-"""Hosts in groups, directly or through other groups."""
 FLEET_GROUP = "csdctl_fleet"
 """The group of all nodes of a written inventory."""
 LIST_REMEDY = "pass an inventory that `ansible-inventory --list` can read"
@@ -46,17 +41,13 @@ Variables = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class _Group:
-    """A group as `ansible-inventory --list` prints it."""
-
-    hosts: Annotated[list[str], Field(max_length=MAX_HOSTS)] = field(default_factory=list)
-    children: Annotated[list[str], Field(max_length=MAX_GROUPS)] = field(default_factory=list)
+    hosts: list[str] = field(default_factory=list)
+    children: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class _Meta:
-    """Its variables of all hosts."""
-
-    hostvars: Annotated[dict[str, dict[str, Any]], Field(max_length=MAX_HOSTS)]
+    hostvars: dict[str, dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -74,23 +65,17 @@ def parse_inventory(text: str, name: str) -> Inventory:
     if not isinstance(content, dict) or "_meta" not in content:
         raise InputError(f"{name} is not output of `ansible-inventory --list`", remedy=LIST_REMEDY)
     variables = check_values(content.pop("_meta"), _Meta, f"{name}: _meta", remedy=LIST_REMEDY).hostvars
-    if len(content) > MAX_GROUPS:
-        raise InputError(f"{name}: {len(content):,} groups, expected at most {MAX_GROUPS:,}")
     groups = check_values(content, dict[str, _Group], name, remedy=LIST_REMEDY)
     members: dict[str, set[str]] = {}
-    for group in groups:
+    for group in groups.keys() - _GROUPS_OF_ALL:
         inner_groups = [group]
         for inner in inner_groups:  # grows during the iteration
             children = groups[inner].children
             inner_groups += [child for child in children if child in groups and child not in inner_groups]
         members[group] = {host for inner in inner_groups for host in groups[inner].hosts}
-        if sum(map(len, members.values())) > MAX_MEMBERS:
-            raise InputError(f"{name} has more than {MAX_MEMBERS:,} hosts in groups")
     hosts = dict.fromkeys([*(host for group in groups.values() for host in group.hosts), *variables])
-    groups_of: dict[str, list[str]] = {host: [] for host in hosts}
-    for group in sorted(members.keys() - _GROUPS_OF_ALL, key=lambda group: (len(members[group]), group)):
-        for host in members[group]:
-            groups_of[host].append(group)
+    innermost_first = sorted(members, key=lambda group: (len(members[group]), group))
+    groups_of = {host: [group for group in innermost_first if host in members[group]] for host in hosts}
     return Inventory(name, groups_of, variables)
 
 
@@ -140,6 +125,9 @@ def _read_host(
     if not NAME.fullmatch(host):
         remedy = f"use a name of letters, digits, '.', '_', '-': csd0 ansible_host={host}"
         raise InputError(f"{where} is not a valid node name", remedy=remedy)
+    address = _read_text(variables, where, "ansible_host", "ansible_ssh_host") or host
+    if not ADDRESS.fullmatch(address):
+        raise InputError(f"{where}: {address!r} is not a valid {AN_ADDRESS}")
     has_password = not variables.keys().isdisjoint(_PASSWORDS)
     notes = ["uses a password in Ansible; csdctl uses keys"] if has_password else []
     notes += [f"group {name!r} is skipped: not a valid name" for name in groups if not GROUP.fullmatch(name)]
@@ -148,8 +136,7 @@ def _read_host(
         notes.append(f"ansible_python_interpreter {python!r} is ignored: not a single program")
     return Target(
         name=host,
-        host=_read_text(variables, where, "ansible_host", "ansible_ssh_host") or host,
-        arguments=_read_arguments(variables, where),
+        words=(*_read_arguments(variables, where), "--", address),
         groups=tuple(name for name in groups if GROUP.fullmatch(name)),
         python="" if python.startswith("auto") or re.search(r"\s", python) else python,
     ), notes
@@ -170,18 +157,17 @@ def _read_text(variables: Variables, where: str, *names: str) -> str:
 
 def _read_arguments(variables: Variables, where: str) -> tuple[str, ...]:
     """Return the arguments of `ssh` before the address, in Ansible's order: the first of each wins."""
-    options = {
-        "-p": _read_text(variables, where, "ansible_port", "ansible_ssh_port"),
-        "-l": _read_text(variables, where, "ansible_user", "ansible_ssh_user"),
-        "-i": _read_text(variables, where, "ansible_private_key_file", "ansible_ssh_private_key_file"),
-    }
-    variable_words = [word for option, value in options.items() if value for word in (option, value)]
-    texts = [_read_text(variables, where, name) for name in _ARGUMENTS]
+    port = _read_text(variables, where, "ansible_port", "ansible_ssh_port")
+    user = _read_text(variables, where, "ansible_user", "ansible_ssh_user")
+    key = _read_text(variables, where, "ansible_private_key_file", "ansible_ssh_private_key_file")
     try:
-        general, common, extra = (shlex.split(text) for text in texts)
-        return read_arguments([*general, *variable_words, *common, *extra])[0]
+        # `ssh` ignores an -i whose file is missing.
+        options = {"-p": port, "-l": user, "-o": key and f"IdentityFile={quote_value(key)}"}
+        general, common, extra = (shlex.split(_read_text(variables, where, name)) for name in _ARGUMENTS)
     except ValueError as error:
         raise InputError(f"{where}: its arguments of ssh cannot be read: {error}") from None
+    given = [word for option, value in options.items() if value for word in (option, value)]
+    return (*general, *given, *common, *extra)
 
 
 def render_inventory(fleet: Fleet, ssh_options: Mapping[str, Sequence[str]]) -> str:

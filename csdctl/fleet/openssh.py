@@ -5,7 +5,6 @@ get the fleet as an ssh_config or as options, which check the same host keys and
 csdctl's own connections, and never prompt.
 """
 
-import getopt
 import getpass
 import glob
 import os
@@ -23,11 +22,6 @@ from csdctl.fleet.names import ADDRESS, AN_ADDRESS, USER
 
 _MAX_FILES = 200
 """Files that an ssh_config includes, directly or through others."""
-_LETTERS = "1246ab:c:e:fgi:kl:m:no:p:qstvxAB:CD:E:F:GI:J:KL:MNO:P:Q:R:S:TVw:W:XYy"
-"""The options of ssh, as getopt takes them."""
-_CONNECTING = {"-4", "-6", "-b", "-B", "-c", "-F", "-I", "-i", "-J", "-l", "-m", "-o", "-p"}
-"""Arguments that define how a machine is reached. Others define what to do there."""
-_READ = {"hostname", "identitiesonly", "identityfile", "port", "proxycommand", "proxyjump", "user"}
 _IGNORED = {
     *("addressfamily", "bindaddress", "bindinterface", "certificatefile", "ciphers", "forwardagent"),
     *("hostkeyalgorithms", "hostkeyalias", "identityagent", "kexalgorithms", "knownhostscommand", "macs"),
@@ -42,11 +36,10 @@ SshSettings = Mapping[str, Sequence[str]]
 
 @dataclass(frozen=True)
 class Target:
-    """A machine as an argument list of ssh: `ssh ARGUMENTS HOST`."""
+    """A machine as `ssh WORDS` reaches it. `name` is '' for a jump host without one."""
 
     name: str
-    host: str
-    arguments: tuple[str, ...] = ()
+    words: tuple[str, ...]
     groups: tuple[str, ...] = ()
     python: str = ""
 
@@ -81,38 +74,11 @@ def list_aliases(path: Path) -> list[str]:
     return list(aliases)
 
 
-def read_arguments(words: Sequence[str]) -> tuple[tuple[str, ...], str, list[str]]:
-    """Return the arguments of `ssh` that define how a machine is reached, the value of -W, and the operands.
-
-    `Match exec`, which runs a program, is never among them. Raises ValueError for unknown options.
-    """
-    try:
-        options, operands = getopt.gnu_getopt(list(words), _LETTERS)
-    except getopt.GetoptError as error:
-        raise ValueError(error.msg) from None
-    connecting: list[str] = []
-    for letter, value in options:
-        if letter == "-o" and re.split(r"[\s=]", value.strip())[0].lower() not in _READ | _IGNORED:
-            continue
-        if letter == "-i":
-            connecting += ["-o", f"IdentityFile={quote_value(value)}"]  # ssh drops an -i with a missing file
-        elif letter in _CONNECTING:
-            connecting += [letter, value] if value else [letter]
-    return tuple(connecting), dict(options).get("-W", ""), operands
-
-
 def quote_value(text: str) -> str:
     """Quote `text` as a value of an ssh_config. Raises ValueError if that is impossible."""
     if any(part in text for part in ('"', "\\", "\n", "\r", "${")):
         raise ValueError(f"{text!r} cannot be written in an ssh_config")
     return f'"{text}"'
-
-
-def build_query(target: Target) -> list[str]:
-    """Return the command that prints the settings of `target`. Raises InputError for an invalid address."""
-    if not ADDRESS.fullmatch(target.host):
-        raise InputError(f"{target.name}: {target.host!r} is not a valid {AN_ADDRESS}")
-    return ["ssh", "-G", *target.arguments, "--", target.host]
 
 
 def parse_settings(output: str) -> SshSettings:
@@ -124,17 +90,20 @@ def parse_settings(output: str) -> SshSettings:
     return settings
 
 
-def parse_proxy_command(command: str) -> tuple[str, tuple[str, ...]] | None:
-    """Parse `ssh -W %h:%p [user@]gateway` to gateway and arguments. None for any other ProxyCommand."""
+def parse_proxy_command(command: str) -> tuple[str, ...] | None:
+    """Return the words after `ssh` of `ssh -W %h:%p [user@]gateway`. None for any other ProxyCommand."""
     try:
         program, *words = shlex.split(command.removeprefix("exec "))
-        arguments, forwards_to, operands = read_arguments(words)
     except ValueError:
         return None
-    if Path(program).name != "ssh" or forwards_to not in ("%h:%p", "[%h]:%p") or len(operands) != 1:
+    forwards = [number for number, word in enumerate(words) if re.fullmatch(r"-\w*W", word)]
+    if Path(program).name != "ssh" or len(forwards) != 1:
         return None
-    user, at, host = operands[0].rpartition("@")
-    return host, (*(word.replace("%%", "%") for word in arguments), *(("-l", user) if at else ()))
+    target = forwards[0] + 1
+    if words[target : target + 1] not in (["%h:%p"], ["[%h]:%p"]):
+        return None
+    words[target] = "localhost:22"  # `ssh -G` takes no tokens there
+    return tuple(word.replace("%%", "%") for word in words)
 
 
 def build_node(target: Target, settings: SshSettings, keys: Sequence[Path], jump: Node | None) -> Node:

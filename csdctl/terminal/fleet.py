@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.table import Table
 from rich.text import Text
 
-from csdctl.emulation.fleet import NodeStatus, StoppedFleet
+from csdctl.emulation.fleet import NodeStatus
 from csdctl.errors import CsdctlError
 from csdctl.fleet.checks import FLEET_NAME, Check, Status, fold
 from csdctl.fleet.facts import Facts
@@ -308,14 +308,12 @@ def show_status(streams: Streams, nodes: Sequence[NodeStatus]) -> None:
         render_nodes(streams.console, nodes)
 
 
-def show_stopped(streams: Streams, stopped: StoppedFleet) -> None:
-    """Print what `emulate down` ended and what it left."""
+def show_stopped(streams: Streams, num_processes: int) -> None:
+    """Print what `emulate down` ended."""
     if streams.is_json:
-        streams.result(document("csdctl.emulate/1", stopped, emulated=True, nodes=[]))
+        streams.result(document("csdctl.emulate/1", emulated=True, nodes=[], num_processes=num_processes))
         return
-    streams.say(f"Emulated fleet is down: {format_count(stopped.num_processes, 'process')} ended")
-    if stopped.kept_fleet_path:
-        streams.say(f"{stopped.kept_fleet_path} was edited and is kept: move it away before `emulate up`")
+    streams.say(f"Emulated fleet is down: {format_count(num_processes, 'process')} ended")
 
 
 def render_nodes(console: PrintableConsole, nodes: Iterable[NodeStatus]) -> None:

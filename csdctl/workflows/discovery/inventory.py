@@ -4,11 +4,13 @@ import contextlib
 import ipaddress
 import os
 import pwd
+import shlex
 import socket
 import subprocess
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
@@ -38,7 +40,6 @@ from csdctl.fleet.openssh import (
     SshSettings,
     Target,
     build_node,
-    build_query,
     build_ssh_config,
     build_ssh_options,
     list_aliases,
@@ -146,16 +147,13 @@ def resolve_targets(targets: Sequence[Target], warnings: Mapping[str, list[str]]
     return nodes, tuple(lines)
 
 
-@dataclass
 class _Resolver:
     """Resolves targets and their jump hosts with `ssh -G`."""
 
-    notes: defaultdict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
-    _defaults: SshSettings = field(init=False)
-    _cache: dict[tuple[str, ...], SshSettings] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self._defaults = self._query(Target("", "localhost", ("-F", "none")))
+    def __init__(self) -> None:
+        self.notes: defaultdict[str, list[str]] = defaultdict(list)
+        self._query = cache(_query)
+        self._defaults = self._query("localhost", ("-F", "none", "localhost"))
 
     def resolve(self, target: Target) -> Node:
         """Return the node for `target`. Raises InputError for unsupported settings."""
@@ -164,7 +162,9 @@ class _Resolver:
     def _resolve(self, target: Target, hops_left: int, name: str, before: Node | None = None) -> Node:
         if not hops_left:
             raise InputError(f"{name}: more than {MAX_HOPS} jump hosts, or a cycle of jumps")
-        settings = self._query(target)
+        settings = self._query(name, target.words)
+        if not target.name:
+            target = replace(target, name=name_hop(settings.get("host", settings["hostname"])[0]))
         keys = list_keys(settings, self._defaults, Path.home())
         for note in list_notes(settings, self._defaults, keys):
             where = "" if target.name == name else f"jump host {target.name}: "
@@ -175,38 +175,37 @@ class _Resolver:
     def _resolve_jump(self, target: Target, settings: SshSettings, hops_left: int, name: str) -> Node | None:
         command = settings.get("proxycommand", ["none"])[0]
         if command not in ("", "none"):
-            forwarding = parse_proxy_command(command)
-            if not forwarding:
+            words = parse_proxy_command(command)
+            if words is None:
                 remedy = "write it as ProxyJump, or skip the node with --exclude"
                 raise InputError(f"{name}: ProxyCommand {command!r} is not supported", remedy=remedy)
-            host, arguments = forwarding
-            return self._resolve(Target(name_hop(host), host, arguments), hops_left, name)
+            return self._resolve(Target("", words), hops_left, name)
         text = settings.get("proxyjump", ["none"])[0]
         try:
             last_hop = parse_jump(text)
         except ValueError as error:
             raise InputError(f"{name}: ProxyJump {text!r}: {error}") from None
         # OpenSSH passes only the configuration file on to a jump host.
-        config = next((words for words in pairwise(target.arguments) if words[0] == "-F"), ())
+        config = next((words for words in pairwise(target.words) if words[0] == "-F"), ())
         before: Node | None = None
         for hop in reversed([last_hop, *last_hop.jumps] if last_hop else []):
             port, user = ("-p", str(hop.port)) if hop.port else (), ("-l", hop.user) if hop.user else ()
-            hop_target = Target(hop.name, hop.address, (*config, *port, *user))
+            hop_target = Target(hop.name, (*config, *port, *user, "--", hop.address))
             before = self._resolve(hop_target, hops_left, name, before)
         return before
 
-    def _query(self, target: Target) -> SshSettings:
-        command = tuple(build_query(target))
-        if command not in self._cache:
-            try:
-                query = _run(command, SSH_DEADLINE_S, remedy="a `Match exec` in an ssh_config may hang")
-            except FileNotFoundError:
-                raise InputError("`ssh` is not installed here", remedy="install the OpenSSH client") from None
-            if query.returncode:
-                [line, *_] = [*query.stderr.strip().splitlines(), "no message"]
-                raise InputError(f"{target.name}: `ssh -G {target.host}` failed: {line}")
-            self._cache[command] = parse_settings(query.stdout)
-        return self._cache[command]
+
+def _query(name: str, words: tuple[str, ...]) -> SshSettings:
+    """Return what `ssh -G` prints for `words`. Raises InputError with its message."""
+    try:
+        query = _run(["ssh", "-G", *words], SSH_DEADLINE_S, remedy="a `Match exec` in an ssh_config may hang")
+    except FileNotFoundError:
+        raise InputError("`ssh` is not installed here", remedy="install the OpenSSH client") from None
+    settings = parse_settings(query.stdout)
+    if query.returncode or "hostname" not in settings:
+        [line, *_] = [*query.stderr.strip().splitlines(), "no message"]
+        raise InputError(f"{name}: `{shlex.join(['ssh', '-G', *words])}` failed: {line}")
+    return settings
 
 
 @dataclass(frozen=True)
@@ -322,7 +321,7 @@ def ssh_config(path: Path) -> NodeSource:
         # The home is found in the user database, not in $HOME.
         of_user = Path(pwd.getpwuid(os.getuid()).pw_dir, ".ssh", "config").resolve()
         arguments = () if path.resolve() == of_user else ("-F", str(path.absolute()))
-        targets = [Target(alias, alias, arguments) for alias in usable]
+        targets = [Target(alias, (*arguments, alias)) for alias in usable]
         return resolve_targets(targets, {"not a valid node name: skipped": skipped} if skipped else {})
 
     return NodeSource(str(path), f"Written by `csdctl discover --ssh-config {path}`", find)

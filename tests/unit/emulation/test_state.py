@@ -7,12 +7,11 @@ from csdctl.emulation.fleet import (
     FleetPaths,
     FleetState,
     NodeState,
-    check_may_write,
-    is_unchanged,
     load_state,
-    remove_fleet_file,
+    remove_fleet,
     save_fleet_file,
     save_state,
+    start_fleet,
 )
 from csdctl.errors import InputError
 from csdctl.fleet.fleet_file import load_fleet
@@ -60,15 +59,17 @@ def test_the_fleet_file_can_be_read_by_csdctl(paths: FleetPaths, state: FleetSta
     }
 
 
-def test_only_an_unchanged_fleet_file_is_removed_with_its_facts(paths: FleetPaths, state: FleetState) -> None:
+def test_only_a_fleet_file_of_this_fleet_is_overwritten_and_removed_with_its_facts(
+    paths: FleetPaths, state: FleetState
+) -> None:
     path = state.fleet_path
     save_fleet_file(paths, state, "python3")
-    assert not is_unchanged(path, "another")
-    path.write_text(path.read_text() + "# mine\n")
-    assert not remove_fleet_file(path, paths.fleet_id)
-    with pytest.raises(InputError, match="it is unchanged"):
-        check_may_write(path, paths.fleet_id)
-    save_fleet_file(paths, state, "python3")
+    text = path.read_text()
+    path.write_text(text.replace(paths.fleet_id, "another"))
+    remove_fleet(paths)
+    with pytest.raises(InputError, match="was not written by"):
+        start_fleet(paths.directory, state.spec, fleet_path=path)
+    path.write_text(text + "# mine\n")
     path.with_name("fleet.facts.json").write_text("{}")
-    assert remove_fleet_file(path, paths.fleet_id)
+    remove_fleet(paths)
     assert not [*path.parent.glob("fleet.*")]

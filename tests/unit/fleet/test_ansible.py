@@ -42,7 +42,7 @@ def test_arguments_come_in_ansibles_order() -> None:
         "ansible_ssh_args": "-p 1",
         "ansible_port": 2,
     }
-    assert read(csd0=variables)[0]["csd0"].arguments == ("-p", "1", "-p", "2", "-6", "-4")
+    assert read(csd0=variables)[0]["csd0"].words == ("-p", "1", "-p", "2", "-6", "-4", "--", "csd0")
 
 
 def test_hosts_without_ssh_and_unusable_settings_are_reported() -> None:
@@ -83,7 +83,7 @@ def described(**variables: Any) -> str:
         ('{"_meta": {"hostvars": {}}}', "has no host"),
         (described(ansible_host="{{ base }}.1"), "csd0: ansible_host is a template"),
         (described(ansible_user={"__ansible_vault": "$ANSIBLE_VAULT;1.1"}), "csd0: ansible_user is a"),
-        (described(ansible_ssh_common_args="-Z"), "csd0: its arguments of ssh cannot be read: option -Z"),
+        (described(ansible_ssh_common_args="'"), "csd0: its arguments of ssh cannot be read: No closing"),
         (described(ansible_connection="docker"), "access: csd0 uses `docker`, not SSH: skipped"),
         ('{"_meta": {"hostvars": {"fd00::1": {}}}}', "fd00::1 is not a valid node name"),
     ],

@@ -70,21 +70,22 @@ def test_openssh_connects_with_these_options_unless_the_host_key_has_changed(ser
 
 
 def test_jump_hosts_get_their_own_key_and_the_same_known_hosts(tmp_path: Path) -> None:
-    def proxy_of(words: Iterable[str]) -> tuple[str, str, tuple[str, ...]]:
+    def proxy_of(words: Iterable[str]) -> tuple[str, tuple[str, ...]]:
         (command,) = (word[13:] for word in words if word.startswith("ProxyCommand="))
         parsed = parse_proxy_command(command)
         assert parsed is not None
-        return command, *parsed
+        return command, parsed
 
     outer = Node("outer", "fd00::9", user="me", key=Path("/keys/100% my id"))
     gate = Node("gate", "10.9.0.1", 2200, "ops", jump=outer)
     options = build_ssh_options(Node("csd0", "10.0.0.1", jump=gate), [tmp_path / "known hosts"])
-    command, host, arguments = proxy_of(options)
-    assert (host, arguments[:4]) == ("10.9.0.1", ("-p", "2200", "-l", "ops"))
+    command, words = proxy_of(options)
+    assert words[:6] == ("-W", "localhost:22", "-p", "2200", "-l", "ops")
+    assert words[-2:] == ("--", "10.9.0.1")
     assert command.count(f'UserKnownHostsFile="{tmp_path}/known hosts"') == 2
-    _, host, arguments = proxy_of(arguments)
-    assert host == "fd00::9"
-    assert 'IdentityFile="/keys/100%% my id"' in arguments
+    _, words = proxy_of(words)
+    assert words[-1] == "fd00::9"
+    assert 'IdentityFile="/keys/100%% my id"' in words
 
 
 @pytest.mark.needs("ansible")
