@@ -27,8 +27,8 @@ from csdctl.job.model import load_job
 from csdctl.tuning.plan import load_plan
 from csdctl.worker.protocol.features import FLOAT32
 from csdctl.workflows.data.prepare import prepare_in
-from csdctl.workflows.train.features import compute_features, divide_model
 from csdctl.workflows.train.spec import RunContext, read_plan
+from csdctl.workflows.train.strategies import FeatureStrategy, compute_features
 from csdctl.workflows.workspace.event_stream import EventStream, WorkProgressed
 from csdctl.workflows.workspace.workspace import open_workspace
 from examples.sample_data import fetch_fashion_mnist
@@ -225,7 +225,7 @@ def extract_on(project: Path, public: str, sizes: dict[str, int]) -> Watch:
         events = EventStream((watch.take,))
         context = RunContext(job, prepare_in(space, job, events), space, events)
         data = read_plan(load_plan(project / "plan.yaml").ranks, context)
-        compute_features(data, divide_model(context, FLOAT32), context)
+        compute_features(data, FeatureStrategy(FLOAT32).divide(context), context)
     return watch
 
 

@@ -163,13 +163,14 @@ def train_point(streams: Streams, point: SeriesPoint, request: TrainRequest) -> 
 def show_training_rehearsal(streams: Streams, request: TrainRequest) -> None:
     """Examine the machines and print the plan that `train` would follow. Raises CsdctlError as it does."""
     rehearsal = rehearse_training(request, TrainingScreen(streams).events)
+    strategy, cut = rehearsal.strategy.name, rehearsal.strategy.cut
     if request.batch_size:
         path = "none: --batch-size"
     else:
         plan_path = request.plan_path or streams.project.plan(request.job.name)
         path = str(rehearsal.run.manifest if rehearsal.run else plan_path)
     render_plan(streams.console, rehearsal.plan, path)
-    streams.say(f"would train: {rehearsal.strategy}" + (f" after {rehearsal.cut}" if rehearsal.cut else ""))
+    streams.say(f"would train: {strategy}" + (f" after {cut}" if cut else ""))
     if rehearsal.run:
         streams.say(f"would resume run {rehearsal.run.run_id}")
     if rehearsal.num_samples is None:
@@ -180,8 +181,8 @@ def show_training_rehearsal(streams: Streams, request: TrainRequest) -> None:
     content = document(
         "csdctl.train.dry-run/1",
         resume=rehearsal.run.run_id if rehearsal.run else None,
-        strategy=rehearsal.strategy,
-        cut=rehearsal.cut,
+        strategy=strategy,
+        cut=cut,
         num_samples=rehearsal.num_samples,
         plan=plan_document(rehearsal.plan, path),
     )

@@ -50,8 +50,8 @@ from csdctl.worker.protocol.model_info import ModelInfo, OutputInfo
 from csdctl.workflows.data.compile import ModelCompiler, as_prefix, files_of
 from csdctl.workflows.data.files import SerializedModel, deploy_files, whole
 from csdctl.workflows.data.prepare import Prepared, check_info, load_prepared, prepare_in
-from csdctl.workflows.train.features import MAX_HEADER_BYTES, check_parts
 from csdctl.workflows.train.plan import default_runtime
+from csdctl.workflows.train.strategies import MAX_HEADER_BYTES, check_parts
 from csdctl.workflows.workspace.event_stream import EventStream, OnProgress
 from csdctl.workflows.workspace.workspace import Workspace, call_machine, open_workspace
 

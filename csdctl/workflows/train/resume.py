@@ -1,23 +1,42 @@
-"""A run that is resumed: which one, whether it is complete, and whether it continues as it began."""
+"""A run that is resumed: which one, whether it is complete, and whether it continues as it began.
+
+When the server on which csdctl ran is lost, another server takes over its runs. Each server's rank has saved
+the state after every step, and beside it manifest and spec of the run (worker/tasks/checkpointer.py). They
+become a run of the project on that server, in which its machine is the host. Ranks keep their numbers, which
+are part of the state. The two machines exchange theirs.
+"""
 
 import dataclasses
 import os
+import shutil
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
-from csdctl.documents import MAX_JSON_BYTES, load_text, save_text
+from csdctl.documents import MAX_JSON_BYTES, load_text, make_directory, save_text
 from csdctl.errors import InputError
-from csdctl.fleet.model import Fleet
+from csdctl.fleet.model import HOST_NAME, Fleet
 from csdctl.job.model import Job
 from csdctl.notify import Say
-from csdctl.runs.directory import NEW_RUN, Manifest, ProjectDirectory, RunDirectory, find_run
+from csdctl.runs.directory import (
+    LATEST,
+    NEW_RUN,
+    Manifest,
+    ProjectDirectory,
+    RunDirectory,
+    find_run,
+    keep_step_file,
+)
 from csdctl.worker.protocol.events import EARLY_STOPPING, CheckpointSaved, Finished, Joined
 from csdctl.worker.protocol.json_codec import ProtocolError, from_json, to_json
 from csdctl.worker.protocol.recipe import Noise
-from csdctl.worker.protocol.run_spec import DatasetSlice, RunSpec
+from csdctl.worker.protocol.run_spec import COPIES, DatasetSlice, RunSpec
 from csdctl.workflows.data.files import whole
 from csdctl.workflows.data.prepare import Prepared
 from csdctl.workflows.train.spec import RunContext, fingerprint_data
+
+FORMER_HOST = "former-host"
+"""The machine of a rank that was on a host beside the servers."""
 
 
 def find_started(project: ProjectDirectory, run_id: str, say: Say) -> RunDirectory:
@@ -159,3 +178,71 @@ def _check_job(run: RunDirectory, spec: RunSpec, job: Job, prepared: Prepared) -
 
 def _describe(noise: Noise | None) -> str:
     return str(asdict(noise)) if noise else "absent"
+
+
+def take_over(project: ProjectDirectory, run_id: str, server: str, state: Path, say: Say) -> None:
+    """Make the run that `run_id` means one of csdctl on `server`, this machine. '' if it is no server.
+
+    `state` is the state directory of this machine.
+
+    Raises InputError for an unknown run, or one whose state is nowhere here.
+    """
+    if not server:
+        return
+    _move_copy(project, run_id, state)
+    run = find_run(project, run_id, say)
+    manifest = run.load_manifest()
+    if manifest["server"] != server and any(rank["node"] == server for rank in manifest["plan"]["ranks"]):
+        run.save_manifest(with_host(manifest, server))
+        say(f"run {run.run_id} is taken over from {manifest['server'] or FORMER_HOST}: {server} is the host")
+
+
+def _move_copy(project: ProjectDirectory, run_id: str, state: Path) -> None:
+    """Move this server's copy of the run into `project`, if there is one.
+
+    It is later than what `project` has of the run: csdctl on another server has trained it since.
+    """
+    copies = ProjectDirectory(state / COPIES)
+    run_ids = copies.run_ids()
+    if not run_ids or (run_id == LATEST and run_ids[-1] < max(project.run_ids(), default="")):
+        return
+    try:
+        copy = copies.find_run(run_id)
+    except InputError:
+        return  # the project may know it
+    run, state = RunDirectory(project.runs / copy.run_id), copies.step_file(copy)
+    if not state.exists() and run.manifest.exists():
+        return
+    make_directory(run.logs)
+    keep_step_file(state, run.kept_step_file)
+    if state.exists() or not run.kept_step_file.exists():
+        raise InputError(
+            f"found no state of run {run.run_id} in {state} that could be moved to {run.kept_step_file}",
+            remedy="free space on that disk; if this machine has restarted since, resume on another server",
+        )
+    for source, target in ((copy.spec, run.spec), (copy.manifest, run.manifest)):
+        save_text(target, load_text(source, max_bytes=MAX_JSON_BYTES))
+    shutil.rmtree(copy.path)
+
+
+def with_host(manifest: dict[str, Any], server: str) -> dict[str, Any]:
+    """Return the manifest as csdctl on `server` has it, which has a rank: that one and rank 0 change places.
+
+    The former host is a server for it. Each rank keeps its batch size, which the state has too.
+    """
+    ranks, placed = manifest["plan"]["ranks"], manifest["placed"]
+    number = next(number for number, rank in enumerate(ranks) if rank["node"] == server)
+    former = manifest["server"] or FORMER_HOST
+    host, successor = ranks[0], ranks[number]
+    ranks[0], ranks[number] = _of_size(successor, host, HOST_NAME), _of_size(host, successor, former)
+    placed[number]["name"] = former
+    return {**manifest, "server": server}
+
+
+def _of_size(machine: dict[str, Any], before: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return the settings of a machine for the batch size of another. A large one is in micro-batches."""
+    size, limit = before["batch_size"], machine["max_batch_size"]
+    changed = {"node": name, "batch_size": size}
+    if limit and size > limit:
+        changed |= {"max_batch_size": size, "micro_batch_size": machine["micro_batch_size"] or limit}
+    return {**machine, **changed}

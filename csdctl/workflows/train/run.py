@@ -1,6 +1,10 @@
 """One run of ranks: deliver what is missing, start, supervise, log the events, end, and add up what was sent.
 
 Whatever happens, no process of the run is left on any machine: processes with its id are ended over SSH.
+
+With `train --min-nodes`, a run begins without nodes that cannot be reached, as after a loss: public samples
+are divided among those that are there, private ones wait for their node. When a node can be reached, it gets
+what all others have got, and joins the run between two steps.
 """
 
 import os
@@ -13,23 +17,27 @@ from pathlib import Path
 
 from csdctl.documents import save_json
 from csdctl.energy.sampler import PowerSampler
-from csdctl.errors import DeadlineError, RunError
+from csdctl.errors import DeadlineError, InputError, RunError
 from csdctl.fleet.model import HOST_NAME
+from csdctl.job.compatibility import check_compatibility
 from csdctl.launch.leftovers import describe_holder
 from csdctl.placement.equation1 import steps_per_epoch
 from csdctl.reporting.results import COMPLETED, FAILED, STOPPED, RunSummary, read_results
 from csdctl.runs.directory import EventLog, RunDirectory, keep_step_file
+from csdctl.shipping.deliver import deliver
+from csdctl.shipping.payload import pack_payload
 from csdctl.shipping.store import store_bytes
 from csdctl.supervision.event_callbacks import EventCallbacks
+from csdctl.supervision.run_setup import PrepareNode
 from csdctl.supervision.supervisor import USER
+from csdctl.transport.session import Session
 from csdctl.worker.protocol.events import Event
 from csdctl.worker.protocol.json_codec import to_json
 from csdctl.worker.protocol.orders import Order
 from csdctl.worker.protocol.run_spec import RunSpec
-from csdctl.workflows.data.files import deploy_files
+from csdctl.workflows.data.files import deploy_files, whole
 from csdctl.workflows.preflight.examination import explain_failure
 from csdctl.workflows.preflight.ranks import Conditions, run_spec
-from csdctl.workflows.train.late import prepare_late_node
 from csdctl.workflows.train.request import TrainOptions
 from csdctl.workflows.train.spec import ResolvedRun
 from csdctl.workflows.workspace.event_stream import EventStream, RunStarted
@@ -81,8 +89,8 @@ def run_ranks(
     context = resolved.context
     space, fleet, worker = context.space, context.space.fleet, context.prepared.worker
     nodes = [rank.node for rank in spec.ranks if rank.node in fleet.machines and rank.node != HOST_NAME]
-    stored_spec = store_bytes(to_json(spec).encode(), ".json", space.project.root)
     root = space.project.root
+    stored_spec = store_bytes(to_json(spec).encode(), ".json", root)
     for_servers = [store_bytes(run.manifest.read_bytes(), ".json", root)] if spec.manifest else []
     files = {
         name: [*resolved.files_of(name), stored_spec, *(for_servers if fleet.server_of(name) == name else [])]
@@ -98,7 +106,7 @@ def run_ranks(
         should_stop=should_stop,
         next_order=next_order,
         model_bytes=resolved.model.on_nodes.weights.size,
-        prepare_late_node=prepare_late_node(resolved, spec),
+        prepare_late_node=_prepare_late_node(resolved, spec),
     )
     return run_spec(
         spec,
@@ -109,6 +117,30 @@ def run_ranks(
         on_event=events.emit,
         conditions=conditions,
     )
+
+
+def _prepare_late_node(resolved: ResolvedRun, spec: RunSpec) -> PrepareNode:
+    """Return what prepares the machine of a node that can be reached now.
+
+    It raises CsdctlError, or InputError where the private data is not the data that was placed.
+    """
+    space, prepared = resolved.context.space, resolved.context.prepared
+
+    def prepare(session: Session) -> str:
+        name, spec_of_node = session.name, spec
+        if prepared.prepare_node and name in prepared.absent:
+            info = prepared.prepare_node(session)
+            if info.fingerprint != prepared.absent[name].fingerprint:
+                raise InputError("its private data has changed since it was prepared", node=name)
+            check_compatibility(prepared.model.info, {"public": prepared.public, name: info})
+            ranks = [replace(rank, private=whole(info)) if rank.node == name else rank for rank in spec.ranks]
+            spec_of_node = replace(spec, ranks=tuple(ranks))
+        stored = store_bytes(to_json(spec_of_node).encode(), ".json", space.project.root)
+        files = [*resolved.files_of(name), stored]
+        deliver(session, pack_payload(files), python=space.whole.python_of(name))
+        return stored.path
+
+    return prepare
 
 
 class RunStopped(KeyboardInterrupt):
@@ -128,16 +160,8 @@ def run_to_end(resolved: ResolvedRun, spec: RunSpec, run: RunDirectory, options:
     """
     space, events = resolved.context.space, resolved.context.events
     past = run.read_events([rank.node for rank in spec.ranks]) if run.events.exists() else ()
-    events.emit(
-        RunStarted(
-            run,
-            spec,
-            steps_per_epoch(resolved.data.placed),
-            predicted_range=run.read_manifest().predicted_range,
-            emulated=space.fleet.emulated,
-            past=past,
-        )
-    )
+    num_steps, expected = steps_per_epoch(resolved.data.placed), run.read_manifest().predicted_range
+    events.emit(RunStarted(run, spec, num_steps, expected, emulated=space.fleet.emulated, past=past))
     log = EventLog(run, say=events.say)
     is_done = is_interrupted = is_full = False
     with (

@@ -122,17 +122,11 @@ def place_plan(ranks: Sequence[RankPlan], prepared: Prepared, job: Job, fleet: F
             f"the plan needs {format_node_names(missing)}, not among the selected nodes of {fleet.path}",
             remedy="run `csdctl tune` again for these nodes",
         )
+    batch_sizes, num_public = {rank.node: rank.batch_size for rank in ranks}, prepared.public.num_samples
     try:
-        return place_ranks(ranks, prepared, job)
+        return place_shards(batch_sizes, prepared.num_private, num_public, is_repeating=job.is_repeating)
     except PlacementError as error:
         raise InputError(str(error), remedy="change the plan's batch sizes or the data") from None
-
-
-def place_ranks(ranks: Sequence[RankPlan], prepared: Prepared, job: Job) -> list[Placed]:
-    """Divide the samples among `ranks`. Raises PlacementError."""
-    batch_sizes = {rank.node: rank.batch_size for rank in ranks}
-    num_public = prepared.public.num_samples
-    return place_shards(batch_sizes, prepared.num_private, num_public, is_repeating=job.is_repeating)
 
 
 def read_plan(

@@ -1,26 +1,54 @@
-"""What a strategy decides about a run: data-parallel, the default, split and features."""
+"""What a strategy decides about a run: data-parallel, the default, split and features.
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+With `features`, machines compute the frozen part of the model once, and the ranks train its head, with the
+same step on fewer numbers. Features stay on the machine that made them, in a cache by content. Where all
+samples are public, their features may leave the nodes, and the host trains the head alone, without a sum.
+"""
+
+import math
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar
 
-from csdctl.errors import InputError, option
+from csdctl.errors import InputError, RemoteCommandError, option
+from csdctl.fleet.model import HOST_NAME
 from csdctl.job.model import Job
+from csdctl.reporting.numbers import format_bytes, format_seconds
+from csdctl.shipping.worker_calls import fetch_results
+from csdctl.transport.many import run_on_all, values_or_raise
+from csdctl.transport.meter import TrafficClass
 from csdctl.tuning.plan import DATA_PARALLEL, FEATURES, SPLIT, Plan
-from csdctl.worker.protocol.features import FLOAT32, Recomputed
-from csdctl.worker.protocol.model_info import CutInfo, ModelInfo
-from csdctl.worker.protocol.run_spec import TRAIN, TRAIN_SPLIT, VERIFY, VERIFY_SPLIT, RunSpec, SplitSpec
-from csdctl.workflows.train.features import (
-    FeatureRun,
-    compute_features,
-    divide_model,
-    leave_to_host,
-    recompute_features,
+from csdctl.worker.protocol import features as protocol
+from csdctl.worker.protocol import run_spec
+from csdctl.worker.protocol.datasets import DatasetInfo, PrepareProgress, equals
+from csdctl.worker.protocol.features import (
+    FEATURE_STORE,
+    FLOAT16,
+    FLOAT32,
+    Extracted,
+    GatheredPart,
+    Recomputed,
 )
+from csdctl.worker.protocol.model_info import CutInfo, FeatureInfo, ModelInfo
+from csdctl.worker.protocol.run_spec import DatasetSlice, RankSpec, RunSpec, SplitSpec
+from csdctl.workflows.data.compile import as_prefix, files_of
+from csdctl.workflows.data.files import deploy_files, whole
+from csdctl.workflows.data.prepare import Prepared, check_info
 from csdctl.workflows.train.request import AUTO, TrainOptions
-from csdctl.workflows.train.spec import RunContext, RunData, RunModel
+from csdctl.workflows.train.spec import RunContext, RunData, RunModel, read_plan
+from csdctl.workflows.workspace.event_stream import EventStream, OnProgress
+from csdctl.workflows.workspace.workspace import call_machine
 
 OTHER_STRATEGY = f"train with {option('strategy')} data-parallel"
+COMPUTING, FETCHING, GATHERING = "computing features", "fetching features", "gathering features"
+MAX_HEADER_BYTES = 1 << 16
+"""The longest header of a .npy file with features."""
+NUM_CHECKED_ROWS = 256
+"""Stored features of a machine that `verify` computes again."""
 
 
 class Strategy:
@@ -32,7 +60,7 @@ class Strategy:
     name: ClassVar[str] = DATA_PARALLEL
     cut = ""
     """The last layer that nodes compute, if the model is split."""
-    training_task, verification_task = TRAIN, VERIFY
+    training_task, verification_task = run_spec.TRAIN, run_spec.VERIFY
     is_balanced = True
     """Whether batch sizes may change during the run."""
 
@@ -74,7 +102,7 @@ class SplitStrategy(Strategy):
     name: ClassVar[str] = SPLIT
     cut: str = ""
     num_micro_batches: int = SplitSpec.num_micro_batches
-    training_task, verification_task = TRAIN_SPLIT, VERIFY_SPLIT
+    training_task, verification_task = run_spec.TRAIN_SPLIT, run_spec.VERIFY_SPLIT
     is_balanced = False
 
     def divide(self, context: RunContext, *, is_verification: bool = False) -> RunModel:
@@ -149,15 +177,48 @@ class FeatureStrategy(Strategy):
         """The features that all machines have computed for the host, which trains alone."""
 
     def choose_ranks(self, plan: Plan, context: RunContext) -> Plan:
-        """Return the plan with the host alone, if it says so and the job allows it. Raises PartialError."""
-        if plan.trains_on_host:
-            plan, self._gathered = leave_to_host(plan, context, self._precision)
-        return plan
+        """Return the plan with the host alone, if it says so and the job allows it.
+
+        All features are on the host then. Raises PartialError naming the machines that failed.
+        """
+        say, num_samples = context.events.say, context.prepared.public.num_samples
+        if not plan.trains_on_host or len(plan.ranks) == 1:
+            return plan
+        if why_not := _why_not_alone(context.job, context.prepared):
+            say(f"all ranks train on their own features, not the host alone: there is {why_not}")
+            return plan
+        alone, model = plan.for_host_alone(), self.divide(context)
+        (host,) = read_plan(alone.ranks, context).ranks
+        if _gather(host, (), model, context):
+            say(f"features of all {num_samples:,} public samples are on the host, which trains alone")
+            return alone
+        data, self._gathered = compute_features(read_plan(plan.ranks, context), model, context)
+        say(self._gathered.describe())
+        began = time.monotonic()
+        with tempfile.TemporaryDirectory(".gather", dir=context.space.project.state) as directory:
+            parts, num_bytes = _fetch_features(data, model, context, Path(directory))
+            _gather(host, parts, model, context)
+        say(
+            f"the host trains alone: {format_bytes(num_bytes)} of features of public samples fetched from "
+            f"{len(data.ranks) - 1} nodes in {format_seconds(time.monotonic() - began)}"
+        )
+        return alone
 
     def divide(self, context: RunContext, *, is_verification: bool = False) -> RunModel:
         """Return the model's head. Raises InputError if the model has no frozen part."""
-        precision = FLOAT32 if is_verification else self._precision
-        return divide_model(context, precision, is_wide=is_verification)
+        prepared, model = context.prepared, context.prepared.model
+        precision, has_views = FLOAT32 if is_verification else self._precision, bool(prepared.recipe.views)
+        features = find_features(prepared)
+        frozen, head = context.compiler.parts(precision, is_wide=is_verification)
+        head_spec = run_spec.HeadSpec(
+            as_prefix(frozen, precision, has_views=has_views),
+            architecture=model.architecture.path,
+            weights=model.weights.path,
+            head_weights=features.head_weights,
+            compiled=model.step,
+        )
+        files = (prepared.worker, *files_of(frozen, has_views=has_views))
+        return RunModel(head, replace(head, info=model.info), head=head_spec, prefix_files=files)
 
     def compute(
         self, data: RunData, model: RunModel, context: RunContext, *, is_verification: bool = False
@@ -173,14 +234,17 @@ class FeatureStrategy(Strategy):
         data, computed = compute_features(data, model, context)
         if self._gathered is None:
             context.events.say(computed.describe())
-        return replace(data, shards={}), (self._gathered or computed).describe_for_manifest()
+        described = asdict(self._gathered or computed)
+        del described["num_samples"]
+        return replace(data, shards={}), described
 
     def recompute_stored(self, data: RunData, model: RunModel, context: RunContext) -> dict[str, Recomputed]:
         """Compute some of the stored features of each machine there again, and compare them.
 
         Raises InputError if the model has no frozen part, and PartialError naming the machines that failed.
         """
-        return recompute_features(data, divide_model(context, self._precision), context)
+        machines = _prepare_machines(data, self.divide(context), context, EventStream(), lambda *_: None)
+        return values_or_raise(run_on_all(machines, _Machine.recompute), "computing stored features again")
 
 
 def choose_strategy(options: TrainOptions, plan: Plan) -> Strategy:
@@ -200,3 +264,230 @@ def strategy_of(spec: RunSpec) -> Strategy:
     if spec.head:
         return FeatureStrategy(spec.head.prefix.precision)
     return Strategy()
+
+
+@dataclass(frozen=True)
+class FeatureRun:
+    """The features that the machines have computed for one run."""
+
+    layer: str
+    """The last layer of the frozen part."""
+    precision: str
+    num_samples: int
+    num_computed: int
+    """Samples whose features were not in a cache."""
+    elapsed_s: float
+
+    def describe(self) -> str:
+        """Return what was computed, as a sentence."""
+        num_stored = self.num_samples - self.num_computed
+        return (
+            f"features: the output of {self.layer} for {self.num_samples:,} samples; {self.num_computed:,} "
+            f"computed in {self.elapsed_s:.1f} s, {num_stored:,} found"
+        )
+
+
+def find_features(prepared: Prepared) -> FeatureInfo:
+    """Return the description of the model's frozen part. Raises InputError if it has none."""
+    info, recipe = prepared.model.info, prepared.recipe
+    if recipe.augment and not recipe.views:
+        raise InputError(
+            f"{info.name} cannot be trained by features: data.augment changes its samples in every step",
+            remedy="set recipe.views to the number of augmented copies of each sample, "
+            f"or train with {option('strategy')} data-parallel",
+        )
+    if recipe.views and not recipe.augment:
+        raise InputError(
+            f"recipe.views is {recipe.views}, and there is no data.augment to make views with",
+            remedy="name a function as data.augment, or remove recipe.views",
+        )
+    if info.features is None:
+        raise InputError(
+            f"{info.name} cannot be trained by features: it {info.no_features}",
+            remedy="freeze its first layers (base.trainable = False), and put augmentation after them "
+            f"or train with {option('strategy')} data-parallel",
+        )
+    return info.features
+
+
+def compute_features(data: RunData, model: RunModel, context: RunContext) -> tuple[RunData, FeatureRun]:
+    """Compute the features of all samples of a run where they are. Return them as what its ranks read.
+
+    Raises PartialError naming the machines that failed.
+    """
+    began = time.monotonic()
+    with context.events.working(COMPUTING, [rank.node for rank in data.ranks]) as on_progress:
+        machines = _prepare_machines(data, model, context, context.events, on_progress)
+        extracted = values_or_raise(run_on_all(machines, _Machine.extract), COMPUTING)
+    ranks = tuple(extracted[rank.node][0] if rank.node in extracted else rank for rank in data.ranks)
+    computed = FeatureRun(
+        layer=find_features(context.prepared).layer,
+        precision=model.prefix.precision,
+        num_samples=sum(machine.num_samples for machine in machines.values()),
+        num_computed=sum(machine.num_computed for machine in machines.values()),
+        elapsed_s=time.monotonic() - began,
+    )
+    return replace(data, ranks=ranks, validation=extracted[HOST_NAME][1]), computed
+
+
+def _prepare_machines(
+    data: RunData, model: RunModel, context: RunContext, events: EventStream, on_progress: OnProgress
+) -> dict[str, "_Machine"]:
+    """Send each machine of a run what it needs to compute features."""
+    space = context.space
+    machines = {
+        rank.node: _Machine(
+            rank,
+            model.prefix,
+            validation=data.validation if rank.node == HOST_NAME else None,
+            context=context,
+            note=partial(on_progress, rank.node),
+        )
+        for rank in data.ranks
+        if rank.node in space.fleet.machines
+    }
+    files = {name: [*model.prefix_files, *data.shards.get(name, ())] for name in machines}
+    deploy_files(files, space.fleet, space.sessions, events)
+    return machines
+
+
+@dataclass
+class _Machine:
+    rank: RankSpec
+    prefix: run_spec.Prefix
+    validation: DatasetSlice | None
+    """Validation samples of the run, whose features the host computes."""
+    context: RunContext
+    note: Callable[[PrepareProgress], None]
+    num_samples: int = 0
+    num_computed: int = 0
+
+    def extract(self) -> tuple[RankSpec, DatasetSlice | None]:
+        samples = self._samples()
+        sources = [(source, count, views) for source, count, views in samples if source is not None]
+        extracted = self._call([source for source, _, _ in sources], 0) if sources else Extracted((), 0)
+        check_parts(extracted, len(sources), self.rank.node, COMPUTING)
+        num_rows = [count * views for _, count, views in sources]
+        for info, count in zip(extracted.parts, num_rows, strict=True):
+            self._check(info, count)
+        self.num_samples = sum(num_rows)
+        self.num_computed = min(extracted.num_computed, self.num_samples)
+        features = iter(extracted.parts)
+        private, public, validation = (
+            None if source is None else replace(whole(next(features)), num_views=views)
+            for source, _, views in samples
+        )
+        return replace(self.rank, private=private, public=public), validation
+
+    def recompute(self) -> Recomputed:
+        sources = [source for source, _, _ in self._samples() if source is not None]
+        if not sources:
+            return Recomputed(0, 0.0)
+        checked = self._call(sources, NUM_CHECKED_ROWS).checked
+        if checked is None:
+            raise RemoteCommandError(f"{COMPUTING}: received no comparison", node=self.rank.node)
+        return checked
+
+    def _samples(self) -> list[tuple[DatasetSlice | None, int, int]]:
+        """Return private, public and validation samples, with their number and the views of each."""
+        rank, prepared = self.rank, self.context.prepared
+        num_validation = prepared.validation.num_samples if prepared.validation else 0
+        num_views = max(1, prepared.recipe.views)
+        return [
+            (rank.private, rank.num_private - rank.num_repeated, num_views),
+            (rank.public, rank.num_public, num_views),
+            (self.validation, num_validation, 1),
+        ]
+
+    def _call(self, sources: Sequence[DatasetSlice], num_checked: int) -> Extracted:
+        prepared, recipe = self.context.prepared, self.context.prepared.recipe
+        spec = protocol.ExtractSpec(
+            sources[0],
+            FEATURE_STORE,
+            self.prefix,
+            self.rank.runtime,
+            more_sources=tuple(sources[1:]),
+            augmented=protocol.Augmented(recipe.augment, recipe.seed, recipe.views) if recipe.views else None,
+            num_checked=num_checked,
+            num_plain=int(self.validation is not None),
+        )
+        call = self.context.space, self.rank.node, prepared.worker, "extract", spec, Extracted
+        return call_machine(*call, self.note, doing=COMPUTING)
+
+    def _check(self, info: DatasetInfo, num_samples: int) -> None:
+        """Raise RemoteCommandError unless these can be the features of that many samples."""
+        check_info(info, self.rank.node, COMPUTING, may_be_empty=True)
+        expected, precision = find_features(self.context.prepared).shape, self.prefix.precision
+        shape = info.sample_shape
+        is_shape = all(shape) and equals(expected, shape)  # 0 is any size in the model's alone
+        if (info.num_samples, info.dtype) != (num_samples, precision) or not is_shape:
+            raise RemoteCommandError(
+                f"{COMPUTING}: received {info.num_samples} features of shape {shape} and type "
+                f"{info.dtype}, expected {num_samples} of {expected} and {precision}",
+                node=self.rank.node,
+            )
+
+
+def check_parts(extracted: Extracted, expected: int, node: str, doing: str) -> None:
+    """Raise RemoteCommandError unless a machine has answered for as many sources as it was given."""
+    if len(extracted.parts) != expected:
+        problem = f"{doing}: received {len(extracted.parts)} data sets, expected {expected}"
+        raise RemoteCommandError(problem, node=node)
+
+
+def _why_not_alone(job: Job, prepared: Prepared) -> str:
+    """Return why the host cannot train alone on the features of all samples."""
+    if prepared.private:
+        return f"private samples of {', '.join(prepared.private)}, whose features stay there"
+    if prepared.recipe.views:
+        return "recipe.views, by which a sample has several features"
+    if job.noise:
+        return "data.private.noise, which nodes add"
+    return ""
+
+
+def bytes_for_host(job: Job, prepared: Prepared) -> int | None:
+    """Return the bytes of one sample's features. None: the host cannot train alone on all of them."""
+    return None if _why_not_alone(job, prepared) else _feature_bytes(prepared, FLOAT32)
+
+
+def _feature_bytes(prepared: Prepared, precision: str) -> int:
+    return math.prod(find_features(prepared).shape) * (2 if precision == FLOAT16 else 4)
+
+
+def _fetch_features(
+    data: RunData, model: RunModel, context: RunContext, directory: Path
+) -> tuple[tuple[GatheredPart, ...], int]:
+    """Fetch the features of all nodes into `directory`. Return all parts, and the bytes fetched."""
+    space, worker = context.space, context.prepared.worker.path
+    row_bytes = _feature_bytes(context.prepared, model.prefix.precision)
+
+    def fetch(rank: RankSpec) -> GatheredPart:
+        assert rank.public is not None
+        start, path = rank.public_start, Path(rank.public.images)
+        if rank.node != HOST_NAME:
+            limit = rank.num_public * row_bytes + MAX_HEADER_BYTES
+            spec = protocol.SendSpec(path.parent.name, rank.public.images_sha256, limit, FEATURE_STORE)
+            path = directory / f"{rank.rank}.npy"
+            session, python = space.sessions[rank.node], space.fleet.python_of(rank.node)
+            with path.open("wb") as file:
+                fetch_results(
+                    session, python, worker, spec, file, traffic_class=TrafficClass.FEATURES, doing=FETCHING
+                )
+        return GatheredPart(rank.node, str(path), rank.public.images_sha256, start, start + rank.num_public)
+
+    ranks = [rank for rank in data.ranks if rank.public is not None]
+    nodes = {rank.node: rank for rank in ranks if rank.node != HOST_NAME}
+    fetched = values_or_raise(run_on_all(nodes, fetch), FETCHING)
+    parts = tuple(fetched[rank.node] if rank.node in fetched else fetch(rank) for rank in ranks)
+    return parts, sum(rank.num_public for rank in nodes.values()) * row_bytes
+
+
+def _gather(host: RankSpec, parts: tuple[GatheredPart, ...], model: RunModel, context: RunContext) -> bool:
+    """Put `parts` together on the host. Without any, return whether it has the features already."""
+    assert host.public is not None
+    request = protocol.ExtractSpec(host.public, FEATURE_STORE, model.prefix, host.runtime)
+    spec = protocol.GatherSpec(request, find_features(context.prepared).shape, parts)
+    with context.events.working(GATHERING, [HOST_NAME]) as on_progress:
+        call = context.space, HOST_NAME, context.prepared.worker, "gather", spec, protocol.Gathered
+        return call_machine(*call, partial(on_progress, HOST_NAME), doing=GATHERING).is_stored

@@ -11,6 +11,7 @@ from csdctl.documents import save_text
 from csdctl.errors import InputError, option
 from csdctl.fleet.model import Fleet, keep_nodes
 from csdctl.fleet.names import format_node_names
+from csdctl.job.model import Job
 from csdctl.launch.mpirun import find_mpirun
 from csdctl.notify import Say
 from csdctl.placement.equation1 import Placed
@@ -18,36 +19,20 @@ from csdctl.reporting.privacy import check_accountant
 from csdctl.reporting.results import RunSummary, read_results
 from csdctl.runs.directory import ProjectDirectory, RunDirectory
 from csdctl.transport.commands import find_state_directory
-from csdctl.tuning.plan import Plan, RankPlan
+from csdctl.tuning.plan import DATA_PARALLEL, Plan, RankPlan
 from csdctl.worker.protocol.json_codec import to_json
-from csdctl.worker.protocol.run_spec import TaskSpec
-from csdctl.workflows.data.prepare import load_prepared, prepare_in
+from csdctl.worker.protocol.run_spec import RunSpec, TaskSpec
+from csdctl.workflows.data.prepare import load_absent, load_prepared, prepare_in
 from csdctl.workflows.preflight.examination import examine_before_training
-from csdctl.workflows.train.late import check_late
+from csdctl.workflows.train import resume as resuming
+from csdctl.workflows.train import spec as specs
 from csdctl.workflows.train.plan import build_equal_plan, find_left_out, load_fitting_plan
 from csdctl.workflows.train.request import TrainOptions, TrainRequest
-from csdctl.workflows.train.resume import (
-    check_data,
-    check_same,
-    find_resumable,
-    find_started,
-    is_complete,
-    load_spec,
-    save_epochs,
-)
 from csdctl.workflows.train.run import record_process, run_to_end, store_manifest
-from csdctl.workflows.train.spec import (
-    ResolvedRun,
-    RunContext,
-    build_manifest,
-    build_spec,
-    place_plan,
-    read_plan,
-)
+from csdctl.workflows.train.spec import ResolvedRun, RunContext
 from csdctl.workflows.train.strategies import Strategy, choose_strategy, strategy_of
-from csdctl.workflows.train.takeover import take_over
 from csdctl.workflows.workspace.event_stream import EventStream
-from csdctl.workflows.workspace.workspace import Workspace, open_workspace
+from csdctl.workflows.workspace.workspace import Workspace, open_workspace, unreachable_error
 
 NUM_CHECKPOINTS = 3
 """Checkpoints to keep where the user says nothing."""
@@ -68,7 +53,7 @@ def run_training(request: TrainRequest, events: EventStream) -> TrainResult:
     find_mpirun()
     if request.resume is not None:
         here, state = request.fleet.here, find_state_directory(request.fleet.here_state)
-        take_over(ProjectDirectory(request.directory), request.resume, here, state, events.say)
+        resuming.take_over(ProjectDirectory(request.directory), request.resume, here, state, events.say)
     fleet, plan = check_files(request, events.say)
     if request.job.noise:
         check_accountant()
@@ -81,7 +66,7 @@ def run_training(request: TrainRequest, events: EventStream) -> TrainResult:
         min_nodes=request.options.min_nodes,
     ) as space:
         choice = _choose(request, plan, space, events)
-        if choice.run and is_complete(choice.run, request.job):
+        if choice.run and resuming.is_complete(choice.run, request.job):
             return TrainResult(choice.run, read_results(choice.run).summary, was_complete=True)
         # Before data is prepared for hours; otherwise the run itself links the machines at once.
         _examine(request, space, events, with_links=load_prepared(space.project, request.job) is None)
@@ -101,7 +86,7 @@ def check_files(request: TrainRequest, say: Say = lambda line: None) -> tuple[Fl
     """
     project, job, fleet = ProjectDirectory(request.directory), request.job, request.fleet
     if request.resume is not None:
-        plan = find_resumable(project, request.resume, job, fleet, say).read_manifest().plan
+        plan = resuming.find_resumable(project, request.resume, job, fleet, say).read_manifest().plan
         return keep_nodes(fleet, {rank.node for rank in plan.ranks}), plan
     if request.batch_size:
         return fleet, None
@@ -112,15 +97,17 @@ def check_files(request: TrainRequest, say: Say = lambda line: None) -> tuple[Fl
 
 
 @dataclass(frozen=True)
-class _Choice:
+class Choice:
     """Which plan is trained by which strategy, or which run is resumed."""
 
     plan: Plan
     strategy: Strategy
     run: RunDirectory | None = None
+    num_samples: int | None = None
+    """Samples of an epoch, as the job was last prepared. None: it would be prepared first."""
 
 
-def _choose(request: TrainRequest, plan: Plan | None, space: Workspace, events: EventStream) -> _Choice:
+def _choose(request: TrainRequest, plan: Plan | None, space: Workspace, events: EventStream) -> Choice:
     """Return the choice of plan or run, after checking that late nodes can join it.
 
     `plan`: from `check_files`.
@@ -128,12 +115,25 @@ def _choose(request: TrainRequest, plan: Plan | None, space: Workspace, events: 
     if plan is None:
         plan = build_equal_plan(request.job, space.whole, space.facts, request.batch_size or 0)
     if request.resume:
-        run = find_started(space.project, request.resume, lambda line: None)
-        choice = _Choice(plan, strategy_of(load_spec(run)), run)
+        run = resuming.find_started(space.project, request.resume, lambda line: None)
+        choice = Choice(plan, strategy_of(resuming.load_spec(run)), run)
     else:
-        choice = _Choice(plan, choose_strategy(request.options, plan))
-    check_late(request.job, choice.strategy, space, events.say)
+        choice = Choice(plan, choose_strategy(request.options, plan))
+    _check_late(request.job, choice.strategy, space, events.say)
     return choice
+
+
+def _check_late(job: Job, strategy: Strategy, space: Workspace, say: Say) -> None:
+    """Raise the error of nodes that cannot be reached unless they can join a run later. Tell of them."""
+    if not (late := space.unreachable):
+        return
+    is_known = not job.private_path or late.keys() == load_absent(space.project, job, late).keys()
+    is_possible = strategy.name == DATA_PARALLEL and not space.whole.networks
+    if not (is_known and is_possible and late.keys() <= space.facts.keys()):
+        raise unreachable_error(space.whole, late)
+    for error in late.values():
+        say(str(error))
+    say(f"starting without {', '.join(late)}: a node joins when it becomes reachable")
 
 
 def _examine(
@@ -159,7 +159,7 @@ def resolve_run(
     allow it, and PartialError naming the machines that failed.
     """
     model = strategy.divide(context, is_verification=is_verification)  # refuses a job before shards are cut
-    data = read_plan(ranks, context, placed)
+    data = specs.read_plan(ranks, context, placed)
     if is_verification:
         data = replace(data, validation=None)
     data, features = strategy.compute(data, model, context, is_verification=is_verification)
@@ -180,24 +180,28 @@ def train(plan: Plan, strategy: Strategy, context: RunContext, options: TrainOpt
     Raises RunError, DeadlineError or InputError when it fails, RunStopped when the user stops it. The caller
     has locked the machines and called `load_fitting_plan`.
     """
-    project = context.space.project
     plan = strategy.choose_ranks(plan, context)
-    placed = place_plan(plan.ranks, context.prepared, context.job, context.space.whole)
+    placed = specs.place_plan(plan.ranks, context.prepared, context.job, context.space.whole)
     _check_shards(placed, context, options)  # before features are computed for hours
     resolved = resolve_run(plan.ranks, strategy, context, placed)
-    run = project.new_run()
+    run = context.space.project.new_run()
     record_process(run, context.space)
-    run.save_manifest(build_manifest(plan, strategy.name, strategy.cut, resolved))
-    spec = build_spec(
+    run.save_manifest(specs.build_manifest(plan, strategy.name, strategy.cut, resolved))
+    spec = _build_spec(resolved, run, options)
+    save_text(run.spec, to_json(spec))
+    return run_to_end(resolved, spec, run, options)
+
+
+def _build_spec(resolved: ResolvedRun, run: RunDirectory, options: TrainOptions) -> RunSpec:
+    space = resolved.context.space
+    return specs.build_spec(
         resolved,
         run,
         options,
         num_checkpoints=options.num_checkpoints or NUM_CHECKPOINTS,
-        step_file=str(project.step_file(run)),
-        manifest=store_manifest(run, context.space),
+        step_file=str(space.project.step_file(run)),
+        manifest=store_manifest(run, space),
     )
-    save_text(run.spec, to_json(spec))
-    return run_to_end(resolved, spec, run, options)
 
 
 def _check_shards(placed: Sequence[Placed], context: RunContext, options: TrainOptions) -> None:
@@ -216,8 +220,8 @@ def resume(run: RunDirectory, strategy: Strategy, context: RunContext, options: 
 
     Ranks on nodes outside the fleet stay absent. The others take over their public samples.
     """
-    before, manifest = load_spec(run), run.read_manifest()
-    check_data(run, before, manifest, context)
+    before, manifest = resuming.load_spec(run), run.read_manifest()
+    resuming.check_data(run, before, manifest, context)
     if before.code != context.prepared.model.user_code:
         context.events.say(
             f"the job's own code has changed since run {run.run_id} began; the changed code is used"
@@ -225,34 +229,18 @@ def resume(run: RunDirectory, strategy: Strategy, context: RunContext, options: 
     record_process(run, context.space)
     # No rank and no path of spec.json is used: they follow from the project and the data as they are now.
     resolved = resolve_run(manifest.plan.ranks, strategy, context, manifest.placed)
-    interval_s = options.checkpoint_interval_s or before.checkpoint_interval_s
-    spec = build_spec(
-        resolved,
-        run,
-        replace(options, checkpoint_interval_s=interval_s),
+    options = replace(
+        options,
+        checkpoint_interval_s=options.checkpoint_interval_s or before.checkpoint_interval_s,
         num_checkpoints=options.num_checkpoints or before.num_checkpoints,
-        step_file=str(context.space.project.step_file(run)),
-        manifest=store_manifest(run, context.space),
     )
-    check_same(run, before, spec)
-    save_epochs(run, before, context.job.recipe.epochs)
+    spec = _build_spec(resolved, run, options)
+    resuming.check_same(run, before, spec)
+    resuming.save_epochs(run, before, context.job.recipe.epochs)
     return run_to_end(resolved, spec, run, options)
 
 
-@dataclass(frozen=True)
-class Rehearsal:
-    """The plan and strategy that `csdctl train` would use."""
-
-    plan: Plan
-    strategy: str
-    cut: str
-    run: RunDirectory | None = None
-    """The run that would be resumed."""
-    num_samples: int | None = None
-    """Samples of an epoch, as the job was last prepared; None: it would be prepared first."""
-
-
-def rehearse_training(request: TrainRequest, events: EventStream) -> Rehearsal:
+def rehearse_training(request: TrainRequest, events: EventStream) -> Choice:
     """Choose plan or run and examine the machines as `run_training` does, without preparing or training."""
     find_mpirun()
     fleet, plan = check_files(request, events.say)
@@ -266,5 +254,4 @@ def rehearse_training(request: TrainRequest, events: EventStream) -> Rehearsal:
     for name in (rule.monitor.removeprefix("validation_") for rule in rules if rule):
         if name not in ("loss", *recipe.metrics):
             events.say(f"warning: {name!r} is monitored: `train` fails unless the model has this metric")
-    strategy, num_samples = choice.strategy, recorded.num_samples if recorded else None
-    return Rehearsal(choice.plan, strategy.name, strategy.cut, choice.run, num_samples)
+    return replace(choice, num_samples=recorded.num_samples if recorded else None)

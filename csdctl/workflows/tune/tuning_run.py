@@ -39,7 +39,7 @@ from csdctl.workflows.train.spec import (
     RunData,
     RunModel,
     build_spec,
-    place_ranks,
+    place_plan,
     with_servers,
 )
 from csdctl.workflows.train.strategies import cut_model
@@ -119,7 +119,8 @@ class TuningRun:
 
     def take_steps(self, ranks: Sequence[RankPlan], num_steps: int) -> TrialResult:
         """Take steps with all ranks, with the batch sizes of `ranks`, which are on the same nodes."""
-        placed = place_ranks(ranks, self._context.prepared, self._context.job)
+        context = self._context
+        placed = place_plan(ranks, context.prepared, context.job, context.space.fleet)
         shards = []
         for rank, shard in zip(ranks, placed, strict=True):
             num_samples = rank.batch_size * num_steps

@@ -16,7 +16,7 @@ from csdctl.worker.protocol.model_info import ModelInfo
 from csdctl.worker.protocol.run_spec import DatasetSlice, Runtime
 from csdctl.workflows.data.files import SerializedModel
 from csdctl.workflows.data.prepare import Prepared
-from csdctl.workflows.train.spec import build_rank_specs, place_plan, place_ranks, with_servers
+from csdctl.workflows.train.spec import build_rank_specs, place_plan, with_servers
 from tests.unit.workflows.measured_project import write_job
 
 FLEET = Fleet((Node("csd0", "10.1.1.2"), Node("csd1", "10.1.1.3")), path=Path("fleet.yaml"))
@@ -64,7 +64,7 @@ RACK = Fleet(
 
 def test_rank_of_a_node_has_the_rank_of_its_server(job: Job) -> None:
     ranks = [RankPlan(node=name, batch_size=8, threads=1) for name in RACK.machines]
-    specs = build_rank_specs(ranks, place_ranks(ranks, PREPARED, job), PREPARED, {}, job)
+    specs = build_rank_specs(ranks, place_plan(ranks, PREPARED, job, RACK), PREPARED, {}, job)
     assert [rank.server for rank in with_servers(specs, RACK)] == [0, 0, 2, 2]
     with pytest.raises(InputError, match="the plan has no rank on b, through which its nodes are reached"):
         with_servers((specs[0], specs[3]), RACK)

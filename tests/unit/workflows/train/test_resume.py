@@ -26,9 +26,10 @@ from csdctl.workflows.data.files import SerializedModel, whole
 from csdctl.workflows.data.prepare import Prepared
 from csdctl.workflows.train import train as resume_module
 from csdctl.workflows.train.request import TrainOptions
+from csdctl.workflows.train.resume import find_resumable, is_complete, load_spec
 from csdctl.workflows.train.spec import RunContext, build_rank_specs
 from csdctl.workflows.train.strategies import strategy_of
-from csdctl.workflows.train.train import find_resumable, is_complete, load_spec, resume
+from csdctl.workflows.train.train import resume
 from csdctl.workflows.workspace.event_stream import EventStream
 from tests.unit.runs.manifests import manifest_of, spec_of, write_events
 from tests.unit.workflows.measured_project import write_job

@@ -10,7 +10,7 @@ from csdctl.errors import InputError
 from csdctl.runs.directory import LATEST, Manifest, ProjectDirectory, RunDirectory
 from csdctl.worker.protocol.json_codec import to_json
 from csdctl.worker.protocol.run_spec import COPIES
-from csdctl.workflows.train.takeover import take_over, with_host
+from csdctl.workflows.train.resume import take_over, with_host
 from tests.unit.runs.manifests import manifest_of, spec_of
 
 NODES = ["host", "storage1/csd0", "storage2", "storage2/csd0", "storage3"]
