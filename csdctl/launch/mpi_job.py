@@ -140,10 +140,6 @@ def kill_session(session_id: int) -> None:
     send_signal((pid for pid, stat in load_all().items() if stat.session == session_id), signal.SIGKILL)
 
 
-StartDaemon = Callable[[str, str], Conversation]
-"""Start the daemon in a sandbox, from mpirun's name of the machine and a command. Raises CsdctlError."""
-
-
 class MpiJob:
     """One mpirun, from start to end. Call `run` once. `end` may be called from any thread."""
 
@@ -151,12 +147,15 @@ class MpiJob:
         self,
         start: Callable[[], Conversation],
         log: CappedLog,
-        start_daemon: StartDaemon,
+        start_daemon: Callable[[str, str], Conversation],
         *,
         starter: str = HOST_NAME,
         request: str = REQUEST,
     ) -> None:
-        """`start` starts mpirun on `starter`. It ends with its standard input, and so with csdctl."""
+        """`start` starts mpirun on `starter`. It ends with its standard input, and so with csdctl.
+
+        `start_daemon` gets mpirun's name of the machine and a command. Raises CsdctlError.
+        """
         self._start, self._start_daemon, self._starter = start, start_daemon, starter
         self._output = JobOutput(log, request, self._request_daemon)
         self._daemon: threading.Thread | None = None

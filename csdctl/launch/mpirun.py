@@ -1,36 +1,31 @@
 """How mpirun starts: its command line, its sandbox, and the sandboxes of its daemons on the nodes.
 
 No other module starts it. Its sandbox has no SSH keys: mpirun prints its requests for daemons, and csdctl
-reads them in its output.
+reads them in its output. Each end of a link has an interface that reaches the other machine.
 """
 
+import contextlib
 import ipaddress
 import secrets
 import shlex
+import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from csdctl.errors import CsdctlError, NodeError
 from csdctl.fleet.facts import Facts
 from csdctl.fleet.model import HOST_NAME, Fleet
+from csdctl.fleet.network import addresses_in
 from csdctl.fleet.requirements import build_repair_command
-from csdctl.launch import link_ends
-from csdctl.launch.link_ends import End
 from csdctl.launch.mpi_job import ENDED, REQUEST, MpiJob
 from csdctl.runs.directory import CappedLog, RunDirectory
 from csdctl.transport.commands import MERGE_STREAMS, build_worker_command
 from csdctl.transport.session import Conversation, Session
+from csdctl.worker.protocol import sandbox
 from csdctl.worker.protocol.json_codec import to_json
 from csdctl.worker.protocol.packages import find_version
-from csdctl.worker.protocol.sandbox import (
-    SandboxCheck,
-    SandboxPolicy,
-    hub_address,
-    link_address,
-    user_of_link,
-)
 
 ALLOW_ROOT = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
@@ -64,6 +59,101 @@ COMMON_OPTIONS = (
 )
 DAEMON_INTERFACE = "prte_if_include"
 LOOPBACK = ("127.0.0.0/8", "::1/128")
+MAX_PATHS = 4
+"""The number of paths to try for a link."""
+Interfaces = Sequence[tuple[str, str]]
+"""Names and addresses of a machine's interfaces. An interface with several addresses has several entries."""
+
+
+@dataclass(frozen=True)
+class End:
+    """One end of a link."""
+
+    interface: str
+    addresses: tuple[str, ...]
+    """The addresses of the interface, all IPv4 or all IPv6. On a loopback, the addresses of the machine."""
+    address: str
+    """The address that the other end connects to."""
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether both ends are on one machine and connect over its loopback."""
+        return ipaddress.ip_address(self.address).is_loopback
+
+
+def find_paths(
+    node: str, starter: str, network: str, reached_at: str, interfaces: Mapping[str, Interfaces]
+) -> list[tuple[End, End]]:
+    """Return the ends of the link between `starter` and `node`, in the order in which to try them.
+
+    `network`: a CIDR that has both addresses, or ''. `reached_at`: the name or address of the node in the
+    fleet file. MPI uses it first, unless SSH passes a jump host or a forwarded port. Raises NodeError.
+    """
+    far_addresses, near_addresses = ([address for _, address in interfaces[name]] for name in (node, starter))
+    named = [address for address in _resolve(reached_at) if address in far_addresses]
+    usable = addresses_in(network, far_addresses)
+    if network:
+        candidates = [address for address in named if address in usable] or usable
+    else:  # an address that both machines have belongs to a bridge within each
+        distinct = (address for address in usable if address not in near_addresses)
+        candidates = list(dict.fromkeys([*named, *distinct]))
+    if not candidates:
+        where = network or f"a network of {starter}"
+        problem = f"it has no address in {where}: {', '.join(far_addresses) or 'none'}"
+        remedy = "set `network:` in the fleet file to the network that MPI uses"
+        raise NodeError(problem, node=node, remedy=remedy)
+    pairs = [
+        (source, address)
+        for address in candidates
+        if (source := _route(address) if starter == HOST_NAME else _nearest(address, near_addresses))
+        in near_addresses
+    ]
+    if not pairs:
+        remedy = "bring the link's interface up, or set `network:` in the fleet file"
+        raise NodeError(f"{starter} has no route to {', '.join(candidates)}", node=node, remedy=remedy)
+    pairs.sort(key=lambda pair: (pair[1] not in named, -_count_shared_bits(*pair)))
+    near, far = interfaces[starter], interfaces[node]
+    return [(_build_end(source, near), _build_end(address, far)) for source, address in pairs[:MAX_PATHS]]
+
+
+def _build_end(address: str, interfaces: Interfaces) -> End:
+    interface = next(name for name, candidate in interfaces if candidate == address)
+    is_loopback = ipaddress.ip_address(address).is_loopback
+    addresses = [candidate for name, candidate in interfaces if name == interface or is_loopback]
+    return End(interface, tuple(_of_same_version(address, addresses)), address)
+
+
+def _resolve(name: str) -> list[str]:
+    """Return the addresses of a host name or address, IPv4 first. [] for an unknown one."""
+    with contextlib.suppress(OSError, UnicodeError):
+        entries = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+        return sorted({str(entry[4][0]) for entry in entries}, key=lambda address: (":" in address, address))
+    return []
+
+
+def _route(address: str) -> str:
+    """Return this machine's own address on the route to `address`, '' without a route. Sends nothing."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as unsent:
+        unsent.connect((address, 9))
+        return str(unsent.getsockname()[0])
+    return ""
+
+
+def _nearest(address: str, candidates: Iterable[str]) -> str:
+    """Return the candidate that shares the most leading bits with `address`, '' for none of its version."""
+    same = _of_same_version(address, candidates)
+    return max(same, key=lambda candidate: _count_shared_bits(address, candidate), default="")
+
+
+def _of_same_version(address: str, candidates: Iterable[str]) -> list[str]:
+    version = ipaddress.ip_address(address).version
+    return [candidate for candidate in candidates if ipaddress.ip_address(candidate).version == version]
+
+
+def _count_shared_bits(first: str, second: str) -> int:
+    parsed = ipaddress.ip_address(first)
+    return parsed.max_prefixlen - (int(parsed) ^ int(ipaddress.ip_address(second))).bit_length()
 
 
 def find_mpirun() -> Path:
@@ -80,22 +170,15 @@ def find_mpirun() -> Path:
 
 @dataclass(frozen=True)
 class RankCommand:
-    """An end of a link: its rank's number, its machine, and the argument list that starts it there."""
+    """An end of a link: its rank's number, its machine, and the argument list that starts it there.
+
+    Number 0 runs on the machine of mpirun.
+    """
 
     number: int
     node: str
     command: tuple[str, ...]
     interface: str
-
-    @property
-    def is_local(self) -> bool:
-        """Whether it runs on the machine of mpirun."""
-        return self.number == 0
-
-    @property
-    def host(self) -> str:
-        """mpirun's name of the machine: never the name of a node alone, which may be the host's name too."""
-        return "localhost" if self.is_local else f"node{self.number}"
 
 
 def build_mpirun_command(
@@ -103,9 +186,8 @@ def build_mpirun_command(
 ) -> list[str]:
     """Return mpirun's argument list, with one application context per rank, in order of rank.
 
-    The shell script AGENT in mpirun's working directory gets ssh's arguments: a node and a command. `prefix`:
-    the installation prefix of MPI on the nodes, which is their virtual environment. `near`: the end of the
-    link on mpirun's machine.
+    `prefix`: the installation prefix of MPI on the nodes, which is their virtual environment. `near`: the end
+    of the link on mpirun's machine.
     """
     options = [word for option in COMMON_OPTIONS for word in option.split()]
     options += ["--prefix", prefix]
@@ -119,18 +201,19 @@ def build_mpirun_command(
     contexts: list[str] = []
     for rank in ranks:
         contexts += [":"] if contexts else []
-        contexts += ["--host", f"{rank.host}:1", "-np", "1"]
+        # Never the name of a node alone, which may be the host's name too.
+        contexts += ["--host", f"node{rank.number}:1" if rank.number else "localhost:1", "-np", "1"]
         contexts += ["/bin/sh", "-c", _rank_script(rank)]
     return [str(mpirun), *options, *contexts]
 
 
 def _rank_script(rank: RankCommand) -> str:
-    """Return a shell script that enters the machine's home, runs an end of the link, and prints how it ended.
+    """Return a shell script that runs an end of the link, and prints how it ended.
 
     mpirun starts both ends in its own working directory, while a node's paths are relative to its home. When
     one end is killed, the other aborts at once, and mpirun may name the wrong one.
     """
-    enter = "" if rank.is_local else "cd && "
+    enter = "cd && " if rank.number else ""
     report = f"echo {shlex.quote(ENDED + rank.node)} $code"
     command = shlex.join(["env", f"OMPI_MCA_btl_tcp_if_include={rank.interface}", *rank.command])
     return f"{enter}{command}; code=$?; [ $code -eq 0 ] || {report}; exit $code"
@@ -146,7 +229,7 @@ class Mpirun:
     sessions: dict[str, Session]
     """The newest session of each machine, over which mpirun and its daemons are started."""
     worker_path: str
-    sandboxes: Mapping[str, SandboxCheck]
+    sandboxes: Mapping[str, sandbox.SandboxCheck]
     """What each machine can do for a sandbox, and its interfaces, once its rank is ready."""
     link_key: str = ""
     """The secret in the socket addresses of ranks on nodes."""
@@ -180,7 +263,7 @@ class Mpirun:
             policy = replace(
                 self._build_policy(node, rank, far, near, key),
                 command=("/bin/sh", "-c", line),
-                sockets=(link_address(run_id, rank, self.link_key),),
+                sockets=(sandbox.link_address(run_id, rank, self.link_key),),
             )
             return self._start_sandbox(node, policy)
 
@@ -188,7 +271,7 @@ class Mpirun:
         policy = replace(
             self._build_policy(starter, rank, near, far, key),
             command=tuple(command),
-            sockets=(hub_address(run_id, rank, self.hub_key),),
+            sockets=(sandbox.hub_address(run_id, rank, self.hub_key),),
             scripts={AGENT: AGENT_SCRIPT.format(request)},
         )
 
@@ -200,10 +283,11 @@ class Mpirun:
         log = CappedLog(self.run.rank_log(rank), node)
         return MpiJob(start, log, start_daemon, starter=starter, request=request)
 
-    def _start_sandbox(self, machine: str, policy: SandboxPolicy, prefix: Sequence[str] = ()) -> Conversation:
-        """Start a command in a sandbox. `prefix`: words in front of the command line of the sandbox."""
-        sandbox = self.build_worker_command(machine, ["sandbox"])
-        conversation = self.sessions[machine].converse([*prefix, *sandbox])
+    def _start_sandbox(
+        self, machine: str, policy: sandbox.SandboxPolicy, prefix: Sequence[str] = ()
+    ) -> Conversation:
+        command = self.build_worker_command(machine, ["sandbox"])
+        conversation = self.sessions[machine].converse([*prefix, *command])
         conversation.send_line(to_json(policy))
         return conversation
 
@@ -220,7 +304,7 @@ class Mpirun:
             if not self.sandboxes[name].interfaces:
                 raise NodeError("it has no network interface with an IP address", node=name)
         interfaces = {name: self.sandboxes[name].interfaces for name in (node, starter)}
-        return link_ends.find_paths(node, starter, network, self.fleet.node(node).address, interfaces)
+        return find_paths(node, starter, network, self.fleet.node(node).address, interfaces)
 
     def build_worker_command(self, machine: str, arguments: Sequence[str]) -> list[str]:
         """Return the argument list that runs a command of the worker for this run on a machine."""
@@ -228,17 +312,16 @@ class Mpirun:
         marker = ["--marker", f"csdctl-run={self.run.run_id}/{machine}"]
         return build_worker_command(self.fleet.python_of(machine), self.worker_path, [*arguments, *marker])
 
-    def _build_policy(self, machine: str, rank: int, end: End, peer: End, key: str) -> SandboxPolicy:
-        """Return the policy of the sandbox at `end`, without a command. `peer`: the other end of the link."""
+    def _build_policy(self, machine: str, rank: int, end: End, peer: End, key: str) -> sandbox.SandboxPolicy:
         peers = [f"{address}/{ipaddress.ip_address(address).max_prefixlen}" for address in peer.addresses]
         # On one machine, MPI's daemons use another interface than the loopback if there is one.
-        return SandboxPolicy(
+        return sandbox.SandboxPolicy(
             command=(),
             is_confined=machine not in self.obstacles,
             key=key,
             peers=(*(LOOPBACK if end.is_loopback else ()), *peers),
             programs=(self.fleet.python_of(machine),),
             files=(self.worker_path,),
-            user=user_of_link(self.run.run_id, rank),
+            user=sandbox.user_of_link(self.run.run_id, rank),
             memory_bytes=BASE_MEMORY_BYTES + NUM_STATES * self.state_bytes,
         )

@@ -16,22 +16,7 @@ from csdctl.errors import CsdctlError, DeadlineError, NodeError, OutOfMemoryErro
 from csdctl.runs.directory import MAX_LOG_BYTES, CappedLog
 from csdctl.transport.meter import TrafficClass
 from csdctl.transport.session import Completed, Conversation, Session
-from csdctl.worker.protocol.events import (
-    FROM_CSDCTL,
-    UNKNOWN_NODE,
-    EpochEnd,
-    Event,
-    Failed,
-    Finished,
-    Pong,
-    Progress,
-    Ready,
-    Traffic,
-    WaitingFor,
-    Warned,
-    check_event,
-    event_from_line,
-)
+from csdctl.worker.protocol import events
 from csdctl.worker.protocol.json_codec import ProtocolError, shorten
 from csdctl.worker.protocol.orders import Order, Ping, order_to_line
 
@@ -99,51 +84,51 @@ class EventValidator:
         """Let epochs end once more: rank 0 continues from an earlier state."""
         self._epochs_ended = 0
 
-    def check(self, event: Event, num_chars: int, now: float) -> None:
+    def check(self, event: events.Event, num_chars: int, now: float) -> None:
         """Raise ProtocolError unless the rank may send `event` now. It was a line of `num_chars`."""
         if self._allowance.spend(1 + num_chars / CHARS_PER_EVENT, now) > 0:
             most = f"at most {EVENTS_PER_S} events of {CHARS_PER_EVENT} characters per second"
             raise _violation(event, most)
-        if isinstance(event, WaitingFor | Warned) and self._waiting_allowance.spend(1, now) > 0:
+        if isinstance(event, events.WaitingFor | events.Warned) and self._waiting_allowance.spend(1, now) > 0:
             raise _violation(event, f"at most {WAITING_PER_S} per second")
-        check_event(event, self._nodes, self._rank)
-        if isinstance(event, FROM_CSDCTL):
+        events.check_event(event, self._nodes, self._rank)
+        if isinstance(event, events.FROM_CSDCTL):
             raise _violation(event, "an event of a rank that trains")
-        if isinstance(event, Traffic) and not self._has_hub:
+        if isinstance(event, events.Traffic) and not self._has_hub:
             raise _violation(event, "only from a rank with others behind it")
-        if not isinstance(event, Warned):  # it may come at any time
+        if not isinstance(event, events.Warned):  # it may come at any time
             self._check_order(event)
 
-    def _check_order(self, event: Event) -> None:
+    def _check_order(self, event: events.Event) -> None:
         """Raise ProtocolError for an event that cannot follow the events and orders before it."""
-        if isinstance(event, Pong):
+        if isinstance(event, events.Pong):
             if not self._pings[event.number]:
                 raise _violation(event, "one answer to each ping")
             self._pings[event.number] -= 1
         elif self._has_failed:
             raise _violation(event, "nothing after Failed")
-        elif isinstance(event, Failed):
+        elif isinstance(event, events.Failed):
             self._has_failed = True
         elif self._has_finished:
             raise _violation(event, "nothing after Finished")
-        elif isinstance(event, Ready) == self._is_ready:
+        elif isinstance(event, events.Ready) == self._is_ready:
             raise _violation(event, "Ready once, before anything else")
-        elif isinstance(event, Ready):
+        elif isinstance(event, events.Ready):
             self._is_ready = True
-        elif isinstance(event, Progress | EpochEnd):
+        elif isinstance(event, events.Progress | events.EpochEnd):
             self._check_epoch(event)
-        elif isinstance(event, Finished):
+        elif isinstance(event, events.Finished):
             self._has_finished = True
 
-    def _check_epoch(self, event: Progress | EpochEnd) -> None:
+    def _check_epoch(self, event: events.Progress | events.EpochEnd) -> None:
         first, last = self._epochs_ended + 1, max(self._num_epochs, self._epochs_ended + 1)
         if not first <= event.epoch <= last:  # a rank that comes back skips some epochs
             raise _violation(event, f"an epoch from {first} to {last}", event.epoch)
-        if isinstance(event, EpochEnd):
+        if isinstance(event, events.EpochEnd):
             self._epochs_ended = event.epoch
 
 
-def _violation(event: Event, expected: str, received: object = None) -> ProtocolError:
+def _violation(event: events.Event, expected: str, received: object = None) -> ProtocolError:
     suffix = f", received {shorten(received)}" if received else ""
     return ProtocolError(f"{type(event).__name__}: expected {expected}{suffix}")
 
@@ -158,7 +143,7 @@ class ProcessEnded:
     is_clean: bool = False
 
 
-RankMessage = Event | ProcessEnded
+RankMessage = events.Event | ProcessEnded
 OnMessage = Callable[[RankMessage], None]
 
 
@@ -226,11 +211,11 @@ class RankProcess:
 
     def _handle_line(self, line: str) -> None:
         """Pass on the event in `line`, or log a line that has none. Raises ProtocolError."""
-        event = event_from_line(line)
+        event = events.event_from_line(line)
         if event is None:
             self._handle_output(line)
             return
-        if isinstance(event, Failed) and event.node == UNKNOWN_NODE:
+        if isinstance(event, events.Failed) and event.node == events.UNKNOWN_NODE:
             event = replace(event, node=self.node)
         self.validator.check(event, len(line), time.monotonic())
         self._on_message(event)

@@ -17,22 +17,7 @@ from csdctl.fleet.names import format_node_names
 from csdctl.launch.mpi_job import JobOutcome
 from csdctl.supervision.rank_processes import ProcessEnded, RankMessage, RankProcesses, Restarted
 from csdctl.supervision.run_setup import Link, RunSetup
-from csdctl.worker.protocol.events import (
-    EpochEnd,
-    Evaluating,
-    Event,
-    Failed,
-    Finished,
-    Joined,
-    Misbehaved,
-    NodeBack,
-    NodeLost,
-    Pong,
-    Progress,
-    Ready,
-    WaitingFor,
-    Warned,
-)
+from csdctl.worker.protocol import events
 from csdctl.worker.protocol.orders import Begin, OpenHub, Ping, Stop
 
 USER, CALLBACK = "user", "callback"
@@ -42,11 +27,11 @@ STOPPED_S = 5.0
 MAX_PAUSES = 10
 """Pauses of `Patience.relink_s` before a link is started again, at most."""
 EARLY = "reported its completion before the run was complete"
-PROGRESS = (Ready, Joined, Progress, Evaluating, EpochEnd, Finished)
+PROGRESS = (events.Ready, events.Joined, events.Progress, events.Evaluating, events.EpochEnd, events.Finished)
 """Events of rank 0 that show that the run does not hang."""
 
 
-def as_run_failure(failed: Failed, logs: object) -> CsdctlError:
+def as_run_failure(failed: events.Failed, logs: object) -> CsdctlError:
     """Return the error of a run, with `logs`, that ends because a rank failed: an InputError stays one."""
     error = InputError if failed.exit_code == InputError.exit_code else RunError
     remedy = failed.remedy.replace("this rank's log", f"{logs}/rank-{failed.rank}.log")
@@ -89,7 +74,7 @@ class RankState:
 class Supervisor:
     """One run. Call `run` once."""
 
-    def __init__(self, setup: RunSetup, record: Callable[[Event], None]) -> None:
+    def __init__(self, setup: RunSetup, record: Callable[[events.Event], None]) -> None:
         """`record` is called with every event, in order, by the thread that calls `run`."""
         self._setup, self._patience, self._record = setup, setup.patience, record
         self._servers = setup.servers or [0] * len(setup.nodes)
@@ -143,13 +128,13 @@ class Supervisor:
             self._open_hub(message.rank)
             if message.rank == 0:
                 self._processes.forget_epochs()
-        elif isinstance(message, Event):
+        elif isinstance(message, events.Event):
             state, now = self._ranks[message.rank], time.monotonic()
-            if isinstance(message, Ready | Pong):
+            if isinstance(message, events.Ready | events.Pong):
                 state.heard, state.pinged = now, None
             if isinstance(message, PROGRESS) and message.rank == 0:
                 self._last_progress, self._awaited = now, set()
-            if not isinstance(message, Pong):
+            if not isinstance(message, events.Pong):
                 self._record(message)
 
     @property
@@ -301,7 +286,7 @@ class Supervisor:
     def _note_loss(self, rank: int, error: CsdctlError) -> None:
         state = self._ranks[rank]
         state.loss, state.is_member, state.departure = error, False, None
-        self._record(NodeLost(rank, self._setup.nodes[rank], error.message, error.remedy))
+        self._record(events.NodeLost(rank, self._setup.nodes[rank], error.message, error.remedy))
 
     def _drop(self, rank: int) -> None:
         """End the process of a rank and its link. Start the process again, unless that failed too often."""
@@ -320,7 +305,7 @@ class Supervisor:
             raise as_run_error(state.loss or RunError("rank 0 cannot be restarted"))
 
     def _warn(self, rank: int, problem: str) -> None:
-        self._record(Warned(rank, self._setup.nodes[rank], f"{problem}, after the rank had finished"))
+        self._record(events.Warned(rank, self._setup.nodes[rank], f"{problem}, after the rank had finished"))
 
     def _check_num_nodes(self) -> None:
         # A rank that waits for another link is not gone: all do when rank 0 is lost. A run that cannot be
@@ -348,10 +333,10 @@ class Supervisor:
 
     # Messages
 
-    def _note_ready(self, ready: Ready) -> None:
+    def _note_ready(self, ready: events.Ready) -> None:
         self._ranks[ready.rank].is_ready = True
 
-    def _note_members(self, joined: Joined) -> None:
+    def _note_members(self, joined: events.Joined) -> None:
         """Record the members that rank 0 reports, and the ranks that are back or lost."""
         members = {int(rank) for rank in joined.batch_sizes}
         for rank, reason in joined.lost:
@@ -367,16 +352,16 @@ class Supervisor:
             state = self._ranks[rank]
             if state.loss is not None:
                 state.loss = None
-                self._record(NodeBack(rank, self._setup.nodes[rank]))
+                self._record(events.NodeBack(rank, self._setup.nodes[rank]))
             if not state.is_member:
                 state.is_member, state.since, state.departure = True, time.monotonic(), None
         self._has_trained = True
 
-    def _note_progress(self, report: Progress | EpochEnd) -> None:
+    def _note_progress(self, report: events.Progress | events.EpochEnd) -> None:
         """Renew the restarts of rank 0 after a step, and of others that have taken part long enough."""
         if report.rank == 0:
             self._ranks[0].num_losses = 0
-            is_end = isinstance(report, EpochEnd)
+            is_end = isinstance(report, events.EpochEnd)
             for state in self._ranks.values():
                 if state.is_member and (is_end or time.monotonic() - state.since > self._patience.renew_s):
                     state.num_losses = state.num_link_losses = 0
@@ -392,26 +377,26 @@ class Supervisor:
             self._ranks[ended.rank].num_losses += 1
             self._drop(ended.rank)
 
-    def _note_failure(self, failed: Failed) -> None:
+    def _note_failure(self, failed: events.Failed) -> None:
         """Continue without a rank that failed on its own. Rank 0 fails for all."""
         if failed.rank == 0 or not (self._has_trained or self._ranks[failed.rank].loss):
             raise as_run_failure(failed, self._setup.log_directory)
         self._lose(failed.rank, NodeError(failed.message, node=failed.node, remedy=failed.remedy))
 
-    def _note_fault(self, report: Misbehaved) -> None:
+    def _note_fault(self, report: events.Misbehaved) -> None:
         """Restart the rank that rank 0 has found at fault. Another rank could accuse any rank."""
         if report.rank == 0 and report.culprit in self._ranks and report.culprit:
             node = self._setup.nodes[report.culprit]
             remedy = "look for NaN in the samples, failing memory, another TensorFlow, then for an intruder"
             self._lose(report.culprit, NodeError(report.message, node=node, remedy=remedy))
 
-    def _note_completion(self, finished: Finished) -> None:
+    def _note_completion(self, finished: events.Finished) -> None:
         """Note that a rank has finished, which rank 0 may contradict later."""
         if not self._has_trained:
             self._lose(finished.rank, NodeError(EARLY, node=finished.node))
         self._finished.add(finished.rank)
 
-    def _note_waiting(self, message: WaitingFor) -> None:
+    def _note_waiting(self, message: events.WaitingFor) -> None:
         """Ping the ranks that rank 0 or their server waits for."""
         for node in message.nodes:
             rank = self._setup.nodes.index(node)
@@ -468,7 +453,7 @@ class Supervisor:
         deadline = time.monotonic() + self._patience.exit_s
         while running := {rank for rank in self._processes.ranks if self._ranks[rank].is_member}:
             message = self._processes.next(self._patience.poll_s)
-            if isinstance(message, Finished):
+            if isinstance(message, events.Finished):
                 self._finished.add(message.rank)
             elif isinstance(message, ProcessEnded):
                 self._processes.drop(message.rank)
@@ -481,14 +466,14 @@ class Supervisor:
 
 
 ACTIONS: Mapping[type[RankMessage], Callable[[Supervisor, Any], None]] = {
-    Ready: Supervisor._note_ready,
-    Joined: Supervisor._note_members,
-    Progress: Supervisor._note_progress,
-    EpochEnd: Supervisor._note_progress,
-    WaitingFor: Supervisor._note_waiting,
-    Misbehaved: Supervisor._note_fault,
-    Failed: Supervisor._note_failure,
-    Finished: Supervisor._note_completion,
+    events.Ready: Supervisor._note_ready,
+    events.Joined: Supervisor._note_members,
+    events.Progress: Supervisor._note_progress,
+    events.EpochEnd: Supervisor._note_progress,
+    events.WaitingFor: Supervisor._note_waiting,
+    events.Misbehaved: Supervisor._note_fault,
+    events.Failed: Supervisor._note_failure,
+    events.Finished: Supervisor._note_completion,
     ProcessEnded: Supervisor._note_exit,
 }
 """What a message of a rank leads to; others change nothing."""

@@ -16,17 +16,8 @@ from typing import Any, TypeVar
 
 from csdctl.errors import CsdctlError, DeadlineError, ExitCode, InputError, RemoteCommandError
 from csdctl.transport.session import Completed, Deadline, Session
+from csdctl.worker.protocol import json_codec
 from csdctl.worker.protocol.datasets import PrepareProgress
-from csdctl.worker.protocol.json_codec import (
-    ERROR,
-    FRAME_PREFIX,
-    PROGRESS,
-    RESULT,
-    ProtocolError,
-    from_json,
-    shorten,
-    to_json,
-)
 
 ResultT = TypeVar("ResultT")
 
@@ -82,17 +73,17 @@ class ProgramEndedError(RemoteCommandError):
 
 def decode_frame(line: str, messages: Mapping[str, type]) -> tuple[str, Any] | None:
     """Return kind and message of a line, None for other text. Raises ProtocolError for other kinds."""
-    if not line.startswith(FRAME_PREFIX):
+    if not line.startswith(json_codec.FRAME_PREFIX):
         return None
-    kind, _, text = line.removeprefix(FRAME_PREFIX).partition(" ")
+    kind, _, text = line.removeprefix(json_codec.FRAME_PREFIX).partition(" ")
     if kind not in messages:
-        raise ProtocolError(f"received {shorten(kind)}, expected {', '.join(messages)}")
+        raise json_codec.ProtocolError(f"received {json_codec.shorten(kind)}, expected {', '.join(messages)}")
     if messages[kind] is not bytes:
-        return kind, from_json(messages[kind], text)
+        return kind, json_codec.from_json(messages[kind], text)
     try:
         return kind, base64.b64decode(text, validate=True)
     except ValueError:
-        raise ProtocolError("received a line that is not base64") from None
+        raise json_codec.ProtocolError("received a line that is not base64") from None
 
 
 class Program:
@@ -124,7 +115,7 @@ class Program:
     def send(self, request: object) -> None:
         """Send a dataclass, or a dict, as a request. A program that has ended says why when it is read."""
         self._start_clock()  # it may have been started ahead
-        line = to_json(request) if is_dataclass(request) else json.dumps(request)
+        line = json_codec.to_json(request) if is_dataclass(request) else json.dumps(request)
         with suppress(EOFError):
             self.conversation.send_line(line)
 
@@ -133,13 +124,13 @@ class Program:
         while True:
             self.last_line = self._read_line()
             try:
-                frame = decode_frame(self.last_line, {**messages, ERROR: ReportedError})
-            except (ProtocolError, RecursionError) as error:
+                frame = decode_frame(self.last_line, {**messages, json_codec.ERROR: ReportedError})
+            except (json_codec.ProtocolError, RecursionError) as error:
                 raise self.error(f"invalid answer: {error or 'nested too deeply'}") from None
             if frame is None:
                 continue
             kind, message = frame
-            if kind == ERROR:
+            if kind == json_codec.ERROR:
                 error_type = InputError if message.exit_code == ExitCode.BAD_INPUT else RemoteCommandError
                 text, remedy = message.message[:MAX_TEXT_LENGTH], message.remedy[:MAX_TEXT_LENGTH]
                 raise error_type(text, remedy=remedy, node=self.node)
@@ -158,8 +149,8 @@ class Program:
         with closing(self):
             self.send(request)
             while True:
-                kind, message = self.read({PROGRESS: PrepareProgress, RESULT: result})
-                if kind == RESULT:
+                kind, message = self.read({json_codec.PROGRESS: PrepareProgress, json_codec.RESULT: result})
+                if kind == json_codec.RESULT:
                     break
                 on_progress(message)
             self.finish()

@@ -18,13 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from csdctl.errors import CsdctlError, DeadlineError, RemoteCommandError, UnreachableError
-from csdctl.transport.commands import (
-    CANNOT_ENTER,
-    MarkedOutput,
-    Setting,
-    WrappedCommand,
-    build_wrapped_command,
-)
+from csdctl.transport import commands
 from csdctl.transport.meter import Meter
 
 OUT_OF_MEMORY_CODE = 137
@@ -146,7 +140,7 @@ class Conversation:
     def __init__(
         self,
         name: str,
-        wrapped: WrappedCommand,
+        wrapped: commands.WrappedCommand,
         process: Process,
         on_stderr: OnStderr | None = None,
         on_close: Callable[["Conversation"], None] = lambda conversation: None,
@@ -155,8 +149,8 @@ class Conversation:
         self.name = name
         self.command = wrapped.command
         self.process = process
-        self.stdout = MarkedOutput(wrapped.token, max_bytes=MAX_OUTPUT_BYTES)
-        self.stderr = MarkedOutput(wrapped.token, max_bytes=MAX_OUTPUT_BYTES, keep_end=True)
+        self.stdout = commands.MarkedOutput(wrapped.token, max_bytes=MAX_OUTPUT_BYTES)
+        self.stderr = commands.MarkedOutput(wrapped.token, max_bytes=MAX_OUTPUT_BYTES, keep_end=True)
         self._on_stderr = on_stderr
         self._on_close = on_close
         self._partial = bytearray()
@@ -173,7 +167,7 @@ class Conversation:
         start = Deadline(START_S) if deadline.left_s > START_S else deadline
         try:
             while not self.stdout.has_started:
-                if self.stdout.num_before > MarkedOutput.MAX_START_BYTES:
+                if self.stdout.num_before > commands.MarkedOutput.MAX_START_BYTES:
                     self.process.exit_code(start.left_s)
                 chunk = self.process.read_stdout(start.left_s)
                 if not chunk:
@@ -303,7 +297,7 @@ class Conversation:
             cause = last_line(bytes(self.stderr.preamble + self.stdout.preamble)) or "no output"
             problem = f"ended with exit code {exit_code} before `{self.command[0]}` started: {cause}"
             raise RemoteCommandError(f"the login shell {problem}", node=self.name, remedy=CHECK_SHELL)
-        if exit_code == CANNOT_ENTER:
+        if exit_code == commands.CANNOT_ENTER:
             raise RemoteCommandError(
                 f"it has no directory for csdctl's files: {last_line(self.stderr.kept)}",
                 node=self.name,
@@ -320,9 +314,9 @@ class Conversation:
         problem = f"`{self.command[0]}` did not finish within {deadline.seconds:g} s; {ending}"
         return DeadlineError(problem, node=self.name, remedy=remedy)
 
-    def _split_merged(self) -> MarkedOutput:
+    def _split_merged(self) -> commands.MarkedOutput:
         """Return standard output, without what precedes it where a start-up file merges both outputs."""
-        merged = MarkedOutput(self.stdout.token, max_bytes=MAX_OUTPUT_BYTES)
+        merged = commands.MarkedOutput(self.stdout.token, max_bytes=MAX_OUTPUT_BYTES)
         if not self.stderr.has_started:
             merged.feed(self.stdout.kept)
         return merged if merged.has_started else self.stdout
@@ -367,7 +361,9 @@ class Conversation:
         return DeadlineError(problem, node=self.name)
 
     def _read_stderr(self) -> None:
-        while self.stderr.num_before <= MarkedOutput.MAX_START_BYTES and (data := self.process.read_stderr()):
+        while self.stderr.num_before <= commands.MarkedOutput.MAX_START_BYTES and (
+            data := self.process.read_stderr()
+        ):
             if (data := self.stderr.feed(data)) and self._on_stderr:
                 self._on_stderr(self.process, data)
 
@@ -389,13 +385,13 @@ class Session(ABC):
     """An open connection to one machine. The caller owns it and closes it."""
 
     def __init__(
-        self, name: str, meter: Meter, host_key_fingerprint: str = "", setting: Setting | None = None
+        self, name: str, meter: Meter, host_key_fingerprint: str = "", setting: commands.Setting | None = None
     ) -> None:
         """`setting`: of csdctl's own programs. `host_key_fingerprint`: SHA256, '' without SSH."""
         self.name = name
         self.meter = meter
         self.host_key_fingerprint = host_key_fingerprint
-        self.setting = setting or Setting()
+        self.setting = setting or commands.Setting()
         self._running: set[Conversation] = set()
         self._is_closed = False
 
@@ -416,12 +412,14 @@ class Session(ABC):
         """
         deadline = Deadline(deadline_s)
         setting = self.setting if needs_state else replace(self.setting, state=None)
-        wrapped = build_wrapped_command(command, deadline_s=deadline_s, is_users=is_users, setting=setting)
+        wrapped = commands.build_wrapped_command(
+            command, deadline_s=deadline_s, is_users=is_users, setting=setting
+        )
         return self.start(wrapped, deadline).run_to_end(stdin, deadline)
 
     def converse(self, command: Sequence[str]) -> Conversation:
         """Start `command`. Exchange lines with it."""
-        wrapped = build_wrapped_command(command, deadline_s=None, setting=self.setting)
+        wrapped = commands.build_wrapped_command(command, deadline_s=None, setting=self.setting)
         return self.start(wrapped, Deadline(SEND_DEADLINE_S))
 
     def close(self) -> None:
@@ -432,7 +430,7 @@ class Session(ABC):
                 conversation.kill()
 
     def start(
-        self, wrapped: WrappedCommand, deadline: Deadline, on_stderr: OnStderr | None = None
+        self, wrapped: commands.WrappedCommand, deadline: Deadline, on_stderr: OnStderr | None = None
     ) -> Conversation:
         """Start a command, which `close` ends if it still runs. Raises NodeError, DeadlineError."""
         closed = UnreachableError("the connection was closed", node=self.name)
@@ -457,5 +455,5 @@ class Session(ABC):
         self._running.discard(conversation)
 
     @abstractmethod
-    def _start_process(self, wrapped: WrappedCommand, deadline: Deadline) -> Process:
+    def _start_process(self, wrapped: commands.WrappedCommand, deadline: Deadline) -> Process:
         """Start a command on the machine."""

@@ -29,15 +29,7 @@ import paramiko
 from cryptography.hazmat.primitives.serialization import SSHCertificate, load_ssh_public_identity
 from paramiko.common import OPEN_FAILED_ADMINISTRATIVELY_PROHIBITED
 
-from csdctl.errors import (
-    AuthenticationError,
-    CsdctlError,
-    DeadlineError,
-    HostKeyError,
-    JumpHostError,
-    RemoteCommandError,
-    UnreachableError,
-)
+from csdctl import errors
 from csdctl.fleet.checks import LARGE_PACKETS
 from csdctl.fleet.model import Node
 from csdctl.transport.commands import Setting, WrappedCommand, build_kill_command
@@ -85,7 +77,7 @@ class JumpHosts:
         self.known_hosts = known_hosts
         self._locks: defaultdict[Node, threading.Lock] = defaultdict(threading.Lock)
         self._transports: dict[Node, StrictTransport] = {}
-        self._errors: dict[Node, CsdctlError] = {}
+        self._errors: dict[Node, errors.CsdctlError] = {}
         self.opened: list[tuple[Node, Meter]] = []
         """Every connection that was started, to jump hosts and to nodes, including failed ones."""
 
@@ -102,7 +94,7 @@ class JumpHosts:
             if error.code == OPEN_FAILED_ADMINISTRATIVELY_PROHIBITED:
                 problem = f"jump host {jump.name} does not forward connections ({bounded(error.text)})"
                 remedy = f"allow it in {jump.name}'s sshd_config: AllowTcpForwarding, PermitOpen"
-                raise JumpHostError(problem, node=node.name, remedy=remedy) from None
+                raise errors.JumpHostError(problem, node=node.name, remedy=remedy) from None
             problem = f"cannot be reached through {jump.name} ({bounded(error.text)})"
             remedy = "check that the machine is on, its address and port, and the network behind it"
             raise _unreachable(node, problem, remedy) from None
@@ -112,7 +104,7 @@ class JumpHosts:
             violation = transport.packetizer.violation
             reason = f" (its SSH server {violation})" if violation else ""
             problem = f"the connection to jump host {jump.name} was lost{reason}"
-            raise JumpHostError(problem, node=node.name) from None
+            raise errors.JumpHostError(problem, node=node.name) from None
 
     def close(self) -> None:
         """Close the connections to all jump hosts, and with them the connections that they forward."""
@@ -127,21 +119,23 @@ class JumpHosts:
             if jump not in self._transports and jump not in self._errors:
                 try:
                     self._transports[jump] = open_transport(jump, deadline, self)
-                except CsdctlError as error:
+                except errors.CsdctlError as error:
                     self._errors[jump] = error
             if failure := self._errors.get(jump):
-                is_nested = isinstance(failure, JumpHostError)
+                is_nested = isinstance(failure, errors.JumpHostError)
                 problem = failure.message if is_nested else f"jump host {jump.name}: {failure.message}"
-                raise JumpHostError(problem, node=node.name, remedy=failure.remedy)
+                raise errors.JumpHostError(problem, node=node.name, remedy=failure.remedy)
             return self._transports[jump]
         finally:
             self._locks[jump].release()
 
 
-def _jump_timeout(node: Node, jump: Node, deadline: Deadline) -> JumpHostError:
+def _jump_timeout(node: Node, jump: Node, deadline: Deadline) -> errors.JumpHostError:
     target = f"{node.address} port {node.port} within {deadline.seconds:g} s"
     remedy = f"check that the machine is on, and the load of {jump.name}"
-    return JumpHostError(f"jump host {jump.name} did not connect to {target}", node=node.name, remedy=remedy)
+    return errors.JumpHostError(
+        f"jump host {jump.name} did not connect to {target}", node=node.name, remedy=remedy
+    )
 
 
 def watch_peer(transport: paramiko.Transport) -> None:
@@ -214,7 +208,7 @@ def _start_transport(node: Node, deadline: Deadline, jumps: JumpHosts) -> Iterat
     try:
         key = transport.get_remote_server_key()
         if key.get_name() == "ssh-rsa" and key.get_bits() < MIN_RSA_BITS:
-            raise HostKeyError(
+            raise errors.HostKeyError(
                 f"its host key is RSA with {key.get_bits()} bits, but {MIN_RSA_BITS} are the least",
                 node=node.name,
                 remedy="generate one on the node: ssh-keygen -q -t ed25519 -f /etc/ssh/ssh_host_ed25519_key",
@@ -261,7 +255,7 @@ def choose_algorithms(options: paramiko.transport.SecurityOptions, known_key_typ
     options.key_types = sorted(types, key=lambda name: types[name] not in known_key_types)
 
 
-def _incompatible(node: Node, transport: StrictTransport, error: Exception) -> UnreachableError:
+def _incompatible(node: Node, transport: StrictTransport, error: Exception) -> errors.UnreachableError:
     problem = f"has no compatible SSH server ({bounded(error)})"
     offer, options = paramiko.Message(transport.offer[16:]), transport.get_security_options()
     lists = [("KexAlgorithms", options.kex), ("HostKeyAlgorithms", options.key_types)]
@@ -277,22 +271,24 @@ def _incompatible(node: Node, transport: StrictTransport, error: Exception) -> U
     return _unreachable(node, problem, "check the port in fleet.yaml")
 
 
-def lost_connection_error(transport: StrictTransport, when: str = "") -> UnreachableError:
+def lost_connection_error(transport: StrictTransport, when: str = "") -> errors.UnreachableError:
     """Return the error for a connection that has ended, with what the server did against the protocol."""
     if violation := transport.packetizer.violation:
         return _violation_error(transport.node, violation)
     remedy = f"check its power and network, it may have restarted; if it responds, {LARGE_PACKETS}"
-    return UnreachableError(f"the connection was lost{when}", node=transport.node, remedy=remedy)
+    return errors.UnreachableError(f"the connection was lost{when}", node=transport.node, remedy=remedy)
 
 
-def _violation_error(name: str, violation: str) -> UnreachableError:
+def _violation_error(name: str, violation: str) -> errors.UnreachableError:
     problem = f"the connection was closed, because its SSH server {violation}"
     remedy = "no honest SSH server does that, except with a Banner above 35 kB: check what runs there"
-    return UnreachableError(problem, node=name, remedy=remedy)
+    return errors.UnreachableError(problem, node=name, remedy=remedy)
 
 
-def _unreachable(node: Node, problem: str, remedy: str) -> UnreachableError:
-    return UnreachableError(f"{node.address} port {node.port} {problem}", node=node.name, remedy=remedy)
+def _unreachable(node: Node, problem: str, remedy: str) -> errors.UnreachableError:
+    return errors.UnreachableError(
+        f"{node.address} port {node.port} {problem}", node=node.name, remedy=remedy
+    )
 
 
 def _open_socket(node: Node, deadline: Deadline) -> socket.socket:
@@ -335,7 +331,7 @@ def _resolve(node: Node, deadline: Deadline) -> list[tuple[int, tuple[Any, ...]]
     thread.join(max(0.01, deadline.left_s))
     if resolved := list(addresses):
         return resolved
-    raise UnreachableError(
+    raise errors.UnreachableError(
         f"the name {node.address!r} cannot be resolved ({reasons[-1]})",
         node=node.name,
         remedy="use an IP address in fleet.yaml (after %, an interface of this host), or fix name resolution",
@@ -351,11 +347,11 @@ def load_keys(node: Node) -> tuple[list[paramiko.PKey], list[str]]:
         if "-cert-" in key.name:
             key.inner_key = None  # of RSA, paramiko would offer the key without its certificate
     keys: list[paramiko.PKey] = []
-    problems: list[AuthenticationError] = []
+    problems: list[errors.AuthenticationError] = []
     for path in node.keys or [path for name in DEFAULT_KEYS if (path := Path.home() / name).exists()]:
         try:
             keys += _load_key(node, path, agent)
-        except AuthenticationError as error:
+        except errors.AuthenticationError as error:
             problems.append(error)
     file_blobs, agent_blobs = [_blob(key) for key in keys], [_blob(key) for key in agent]
     if node.offers_agent or not node.keys:
@@ -366,7 +362,7 @@ def load_keys(node: Node) -> tuple[list[paramiko.PKey], list[str]]:
         return keys, [*filter(None, map(_find_obstacle, keys)), *(problem.message for problem in problems)]
     problem = f"no SSH key to offer: no agent with keys, and none of ~/{', ~/'.join(DEFAULT_KEYS)}"
     remedy = "set `key:` in fleet.yaml, or generate a key with ssh-keygen"
-    raise (*problems, AuthenticationError(problem, node=node.name, remedy=remedy))[0]
+    raise (*problems, errors.AuthenticationError(problem, node=node.name, remedy=remedy))[0]
 
 
 def _blob(key: paramiko.PKey) -> bytes:
@@ -386,8 +382,8 @@ def _find_obstacle(key: paramiko.PKey) -> str:
 
 
 def _load_key(node: Node, path: Path, agent: Iterable[paramiko.PKey]) -> list[paramiko.PKey]:
-    def refused(reason: str, remedy: str) -> AuthenticationError:
-        return AuthenticationError(f"the key {path} {reason}", node=node.name, remedy=remedy)
+    def refused(reason: str, remedy: str) -> errors.AuthenticationError:
+        return errors.AuthenticationError(f"the key {path} {reason}", node=node.name, remedy=remedy)
 
     files = (path, Path(f"{path}-cert.pub"))
     try:
@@ -458,7 +454,7 @@ def _authenticate(
         problem = f"did not finish authentication within {deadline.seconds:g} s"
         raise _unreachable(node, problem, "the machine may be overloaded: check its console")
     problem = "; ".join([f"{node.address} port {node.port} {problem}", *notes])
-    raise AuthenticationError(problem, node=node.name, remedy=remedy)
+    raise errors.AuthenticationError(problem, node=node.name, remedy=remedy)
 
 
 def connect(
@@ -489,7 +485,9 @@ class SshSession(Session):
         """Start a command, when fewer than MAX_CHANNELS run. Raises NodeError, DeadlineError."""
         if not self._free_channels.acquire(timeout=deadline.left_s):
             problem = f"`{wrapped.command[0]}` could not start within {deadline.seconds:g} s"
-            raise DeadlineError(f"{problem}: {MAX_CHANNELS} commands run there already", node=self.name)
+            raise errors.DeadlineError(
+                f"{problem}: {MAX_CHANNELS} commands run there already", node=self.name
+            )
         try:
             return super().start(wrapped, deadline, on_stderr)
         except BaseException:
@@ -561,7 +559,7 @@ class _ChannelProcess:
         try:
             kill = build_kill_command(group)
             channel = _open_channel(self._transport, kill.command_line, deadline)
-        except CsdctlError:
+        except errors.CsdctlError:
             return False
         try:
             channel.sendall(kill.script)
@@ -591,18 +589,18 @@ def _open_channel(transport: StrictTransport, command_line: str, deadline: Deadl
         channel = transport.open_session(timeout=max(0.1, deadline.left_s))
         request_exec(channel, command_line.encode(), max(0.1, deadline.left_s))
         return channel
-    except (CsdctlError, *LOST) as error:
+    except (errors.CsdctlError, *LOST) as error:
         if channel:
             _close(channel)
         if not transport.is_active():
             raise lost_connection_error(transport) from None
         if deadline.left_s < 0.1:
             problem = f"the SSH server did not start a command within {deadline.seconds:g} s"
-            raise DeadlineError(problem, node=transport.node) from None
+            raise errors.DeadlineError(problem, node=transport.node) from None
         step = "does not start commands" if channel else "does not open more channels"
         problem = f"the SSH server {step} ({bounded(getattr(error, 'message', error))})"
         remedy = "check MaxSessions and ForceCommand in its sshd_config"
-        raise RemoteCommandError(problem, node=transport.node, remedy=remedy) from None
+        raise errors.RemoteCommandError(problem, node=transport.node, remedy=remedy) from None
 
 
 def _close(channel: paramiko.Channel) -> None:

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from csdctl.errors import NodeError
-from csdctl.launch import link_ends
-from csdctl.launch.link_ends import find_paths
+from csdctl.launch import mpirun
+from csdctl.launch.mpirun import find_paths
 
 LO = ("lo", "127.0.0.1")
 DOCKER = ("docker0", "172.17.0.1")
@@ -26,7 +26,7 @@ ROUTES = {"10.1.0.2": "10.1.0.1", "10.92.0.2": "10.92.0.1", "fd01::2": "fd01::1"
 @pytest.fixture(autouse=True)
 def routes(monkeypatch: pytest.MonkeyPatch) -> None:
     routes = {**ROUTES, "127.0.0.1": "127.0.0.1"}
-    monkeypatch.setattr(link_ends, "_route", lambda address: routes.get(address, ""))
+    monkeypatch.setattr(mpirun, "_route", lambda address: routes.get(address, ""))
 
 
 def paths(network: str = "", reached_at: str = "10.1.0.2", node: object = NODE) -> list[tuple[str, ...]]:

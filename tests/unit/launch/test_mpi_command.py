@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 
 from csdctl.fleet.model import HOST_NAME
-from csdctl.launch.link_ends import End
 from csdctl.launch.mpi_job import ENDED
-from csdctl.launch.mpirun import RankCommand, build_mpirun_command
+from csdctl.launch.mpirun import End, RankCommand, build_mpirun_command
 
 GOLDEN = Path(__file__).parent / "golden" / "mpirun_command"
 PYTHON = "/opt/my python/bin/python"

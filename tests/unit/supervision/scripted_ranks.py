@@ -20,19 +20,7 @@ from csdctl.launch.mpi_job import JobOutcome
 from csdctl.supervision.rank_processes import OnMessage, ProcessEnded, RankMessage
 from csdctl.supervision.run_setup import Patience, RunSetup
 from csdctl.supervision.supervisor import Supervisor
-from csdctl.worker.protocol.events import (
-    EpochEnd,
-    Event,
-    Failed,
-    Finished,
-    Joined,
-    Misbehaved,
-    NodeLost,
-    Pong,
-    Progress,
-    Ready,
-    WaitingFor,
-)
+from csdctl.worker.protocol import events
 from csdctl.worker.protocol.orders import Begin, Order, Ping, Stop
 from tests.patience import eventually, scaled
 
@@ -72,7 +60,7 @@ class ScriptedRank:
         if self.has_exited or self.is_hung:
             return
         if isinstance(order, Ping):
-            self.report(Pong(self.rank, self.node, order.number))
+            self.report(events.Pong(self.rank, self.node, order.number))
         elif isinstance(order, Begin):
             self.fleet.begin(order.ranks)
         self.fleet.on_order(self, order)
@@ -87,26 +75,26 @@ class ScriptedRank:
                 self._on_message(message)
 
     def report_ready(self) -> None:
-        self.report(Ready(self.rank, self.node, 100))
+        self.report(events.Ready(self.rank, self.node, 100))
 
     def step(self, number: int = 1) -> None:
-        self.report(Progress(self.rank, self.node, 1, number, 1, 8, 0.1, 0.1, 0.2))
+        self.report(events.Progress(self.rank, self.node, 1, number, 1, 8, 0.1, 0.1, 0.2))
 
     def wait_for(self, *nodes: str) -> None:
-        self.report(WaitingFor(self.rank, self.node, nodes))
+        self.report(events.WaitingFor(self.rank, self.node, nodes))
 
     def accuse(self, culprit: int) -> None:
-        self.report(Misbehaved(self.rank, self.node, culprit, "sent 20 bytes, expected 100"))
+        self.report(events.Misbehaved(self.rank, self.node, culprit, "sent 20 bytes, expected 100"))
 
     def end_epoch(self) -> None:
-        self.report(EpochEnd(self.rank, self.node, 1, 10, 80, 1.0, 0.1, 1.1, "hash"))
+        self.report(events.EpochEnd(self.rank, self.node, 1, 10, 80, 1.0, 0.1, 1.1, "hash"))
 
     def finish(self) -> None:
-        self.report(Finished(self.rank, self.node, 1, 10, "hash", 1 << 20))
+        self.report(events.Finished(self.rank, self.node, 1, 10, "hash", 1 << 20))
 
     def fail(self, message: str, *, remedy: str = "", exit_code: int = 1) -> None:
         """Fail as a rank does: report the failure, then exit."""
-        self.report(Failed(self.rank, self.node, message, remedy, exit_code))
+        self.report(events.Failed(self.rank, self.node, message, remedy, exit_code))
         self.exit(f"rank {self.rank} exited with code {exit_code}")
 
     def exit(self, reason: str = "", *, is_clean: bool = False, why: type[CsdctlError] = NodeError) -> None:
@@ -152,7 +140,7 @@ class Fleet:
         """What a rank's process does when it is started."""
         self.scripts: dict[int, Script] = {}
         self.on_order: Callable[[ScriptedRank, Order], None] = lambda rank, order: None
-        self.on_event: Callable[[Event], None] = lambda event: None
+        self.on_event: Callable[[events.Event], None] = lambda event: None
         self.on_link: Callable[[ScriptedLink], None] = lambda link: None
         self.never_connect: set[int] = set()
         """Ranks whose links do not connect from now on."""
@@ -173,7 +161,7 @@ class Fleet:
         self.should_stop: Callable[[], bool] = lambda: False
         self.next_order: Callable[[], Order | None] = lambda: None
         self.patience = SHORT_PATIENCE
-        self.events: list[Event] = []
+        self.events: list[events.Event] = []
 
     def set_patience(self, **limits: float) -> None:
         self.patience = replace(self.patience, **limits)
@@ -186,12 +174,12 @@ class Fleet:
         """Return the newest link of a rank."""
         return next(link for link in reversed(self.links) if link.rank == rank)
 
-    def nodes_of(self, event_type: type[Event]) -> list[str]:
+    def nodes_of(self, event_type: type[events.Event]) -> list[str]:
         """Return the nodes of all events of this type, in order."""
         return [event.node for event in self.events if isinstance(event, event_type)]
 
     def lost_messages(self) -> list[str]:
-        return [event.message for event in self.events if isinstance(event, NodeLost)]
+        return [event.message for event in self.events if isinstance(event, events.NodeLost)]
 
     # What the hub beside rank 0 does
 
@@ -234,7 +222,7 @@ class Fleet:
             self.groups.append(tuple(sorted(self.members)))
             sizes = {str(rank): 8 for rank in sorted(self.members)}
             lost, self._lost = tuple(self._lost), []
-            self.rank(0).report(Joined(0, "host", 1, 0, 10, 0, sizes, is_start, lost))
+            self.rank(0).report(events.Joined(0, "host", 1, 0, 10, 0, sizes, is_start, lost))
 
     def finish(self) -> None:
         """Let all who take part finish and exit."""
@@ -274,10 +262,10 @@ class Fleet:
         assert type(caught.value) is error_type
         return caught.value
 
-    def _record(self, event: Event) -> None:
+    def _record(self, event: events.Event) -> None:
         self.events.append(event)
-        if isinstance(event, Joined):
-            number = sum(isinstance(other, Joined) for other in self.events)
+        if isinstance(event, events.Joined):
+            number = sum(isinstance(other, events.Joined) for other in self.events)
             self.scripts.get(number, lambda fleet: None)(self)
         self.on_event(event)
 

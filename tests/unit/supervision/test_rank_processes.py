@@ -18,19 +18,7 @@ from csdctl.supervision.rank_processes import (
     RankProcesses,
     Restarted,
 )
-from csdctl.worker.protocol.events import (
-    EpochEnd,
-    Event,
-    Failed,
-    Finished,
-    Joined,
-    Pong,
-    Progress,
-    Ready,
-    Traffic,
-    WaitingFor,
-    Warned,
-)
+from csdctl.worker.protocol import events
 from csdctl.worker.protocol.json_codec import ProtocolError
 from csdctl.worker.protocol.orders import Order, Ping
 from tests import patience
@@ -56,7 +44,7 @@ class FakeProcess:
         self.closed.set()
 
     def answer(self, number: int) -> None:
-        self._on_message(Pong(self.rank, "csd0", number))
+        self._on_message(events.Pong(self.rank, "csd0", number))
 
     def exit(self) -> None:
         self._on_message(ProcessEnded(self.rank, "csd0", NodeError("gone", node="csd0")))
@@ -161,25 +149,25 @@ def test_restarted_process_that_was_never_received_is_closed(
 NODES = ("host", "csd0", "csd1")
 NUM_EPOCHS = 3
 ME = (1, "csd0")
-READY = Ready(*ME, 100)
-PROGRESS = Progress(*ME, 1, 1, 1, 8, 0.1, 0.1, 0.2)
-FINISHED = Finished(*ME, 3, 30, "hash", 1)
-FAILED = Failed(*ME, "disk full")
-WAITING = WaitingFor(*ME, ("csd1",))
-WARNED = Warned(*ME, "checkpoints/step-00000072.npz is damaged")
+READY = events.Ready(*ME, 100)
+PROGRESS = events.Progress(*ME, 1, 1, 1, 8, 0.1, 0.1, 0.2)
+FINISHED = events.Finished(*ME, 3, 30, "hash", 1)
+FAILED = events.Failed(*ME, "disk full")
+WAITING = events.WaitingFor(*ME, ("csd1",))
+WARNED = events.Warned(*ME, "checkpoints/step-00000072.npz is damaged")
 
 
-def end_of(epoch: int) -> EpochEnd:
-    return EpochEnd(*ME, epoch, 10, 80, 1.0, 0.1, 1.1, "hash")
+def end_of(epoch: int) -> events.EpochEnd:
+    return events.EpochEnd(*ME, epoch, 10, 80, 1.0, 0.1, 1.1, "hash")
 
 
-def refusal(story: Iterable[Event | Order], *, rank: int = 1, num_chars: int = 100) -> str:
+def refusal(story: Iterable[events.Event | Order], *, rank: int = 1, num_chars: int = 100) -> str:
     """Return why the last event of a story is refused, '' when it is not; the others must not be."""
     validator, said = EventValidator(rank, NODES, num_epochs=NUM_EPOCHS, has_hub=rank == 0), ""
     for item in story:
         assert not said
         try:
-            if isinstance(item, Event):
+            if isinstance(item, events.Event):
                 validator.check(item, num_chars, now=0.0)
             else:
                 validator.note_order(item)
@@ -192,14 +180,14 @@ def refusal(story: Iterable[Event | Order], *, rank: int = 1, num_chars: int = 1
     "story",
     [
         [READY, PROGRESS, end_of(1), end_of(2), end_of(3), FINISHED],
-        [READY, end_of(3), FINISHED, Ping(1), Pong(*ME, 1)],
+        [READY, end_of(3), FINISHED, Ping(1), events.Pong(*ME, 1)],
         [READY, WAITING, PROGRESS, WAITING, WAITING],
-        [READY, Ping(1), Ping(1), Pong(*ME, 1), Pong(*ME, 1)],
+        [READY, Ping(1), Ping(1), events.Pong(*ME, 1), events.Pong(*ME, 1)],
         [FAILED],
-        [READY, FINISHED, FAILED, Ping(1), Pong(*ME, 1)],
+        [READY, FINISHED, FAILED, Ping(1), events.Pong(*ME, 1)],
     ],
 )
-def test_what_a_worker_sends_is_accepted(story: list[Event | Order]) -> None:
+def test_what_a_worker_sends_is_accepted(story: list[events.Event | Order]) -> None:
     assert refusal(story) == ""
 
 
@@ -209,21 +197,24 @@ def test_what_a_worker_sends_is_accepted(story: list[Event | Order]) -> None:
         ([READY, READY], "Ready: expected Ready once"),
         ([PROGRESS], "Progress: expected Ready once, before anything else"),
         ([FINISHED], "Finished: expected Ready once"),
-        ([READY, Joined(*ME, 1, 0, 10, 0, {"0": 8, "1": 8})], "Joined: expected only from rank 0"),
+        ([READY, events.Joined(*ME, 1, 0, 10, 0, {"0": 8, "1": 8})], "Joined: expected only from rank 0"),
         ([READY, end_of(1), end_of(1)], "EpochEnd: expected an epoch from 2 to 3"),
         ([READY, end_of(4)], "EpochEnd: expected an epoch from 1 to 3, received 4"),
         ([READY, end_of(2), PROGRESS], "Progress: expected an epoch from 3 to 3, received 1"),
         ([READY, FINISHED, FINISHED], "Finished: expected nothing after Finished"),
         ([FAILED, FAILED], "Failed: expected nothing after Failed"),
         ([FAILED, READY], "Ready: expected nothing after Failed"),
-        ([READY, Pong(*ME, 1)], "Pong: expected one answer to each ping"),
-        ([READY, Ping(1), Pong(*ME, 1), Pong(*ME, 1)], "Pong: expected one answer to each ping"),
-        ([READY, Ping(1), Pong(*ME, 2)], "Pong: expected one answer to each ping"),
+        ([READY, events.Pong(*ME, 1)], "Pong: expected one answer to each ping"),
+        (
+            [READY, Ping(1), events.Pong(*ME, 1), events.Pong(*ME, 1)],
+            "Pong: expected one answer to each ping",
+        ),
+        ([READY, Ping(1), events.Pong(*ME, 2)], "Pong: expected one answer to each ping"),
         ([replace(READY, rank=2, node="csd1")], "Ready: expected rank 1 on csd0, received rank 2 on 'csd1'"),
         ([replace(READY, node="csd1")], "Ready: expected rank 1 on csd0, received rank 1 on 'csd1'"),
     ],
 )
-def test_what_no_worker_sends_is_refused(story: list[Event | Order], expected: str) -> None:
+def test_what_no_worker_sends_is_refused(story: list[events.Event | Order], expected: str) -> None:
     assert refusal(story).startswith(expected)
 
 
@@ -236,10 +227,10 @@ def test_epochs_end_once_more_when_rank_0_goes_back() -> None:
 
 
 def test_rank_0_is_checked_like_the_others() -> None:
-    ready = Ready(0, "host", 1)
+    ready = events.Ready(0, "host", 1)
     assert refusal([ready, ready], rank=0).startswith("Ready: expected Ready once")
-    begun = Joined(0, "host", 1, 0, 10, 0, {"0": 8, "1": 8})
-    assert refusal([ready, begun, Traffic(0, "host", ())], rank=0) == ""
+    begun = events.Joined(0, "host", 1, 0, 10, 0, {"0": 8, "1": 8})
+    assert refusal([ready, begun, events.Traffic(0, "host", ())], rank=0) == ""
 
 
 def test_rank_may_send_much_at_once_and_then_a_limited_number_per_second() -> None:
@@ -256,7 +247,7 @@ def test_rank_may_send_much_at_once_and_then_a_limited_number_per_second() -> No
 
 
 @pytest.mark.parametrize("event", [WAITING, WARNED], ids=lambda event: type(event).__name__)
-def test_rank_that_says_all_the_time_that_it_waits_or_warns_is_refused(event: Event) -> None:
+def test_rank_that_says_all_the_time_that_it_waits_or_warns_is_refused(event: events.Event) -> None:
     story = [READY, *[event] * (MAX_WAITING_AT_ONCE + 1)]
     assert refusal(story) == f"{type(event).__name__}: expected at most 1 per second"
 
