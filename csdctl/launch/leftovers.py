@@ -159,8 +159,6 @@ def read_holder(content: object) -> Holder:
 
 @dataclass(frozen=True)
 class _Held:
-    """The answer when another process has the lock."""
-
     holder: dict[ShortText, Any]
 
 
@@ -243,8 +241,6 @@ class Leftovers:
 
 @dataclass(frozen=True)
 class _Answer:
-    """The answer of standalone/leftovers.py."""
-
     holder: dict[ShortText, Any] | None
     leftovers: Leftovers
 

@@ -187,7 +187,6 @@ class MpiJob:
         self._is_ended = True
 
     def _watch(self, conversation: Conversation, outcome: JobOutcome) -> None:
-        """Read until the output has ended, the job is to end, or only an orphan is left."""
         started_s = sampled_s = time.monotonic()
         exited_s: float | None = None
         while not self._is_ended and self._read(conversation):
@@ -272,7 +271,6 @@ def _end(conversation: Conversation) -> None:
 
 
 def _sample_connections(session_id: int, outcome: JobOutcome) -> None:
-    """Record the bytes on mpirun's connections to daemons. The kernel drops them when it ends."""
     for pid, stat in load_all().items():
         is_daemon = stat.session == session_id and stat.name in ("mpirun", "prterun")
         for tcp in list_connections(pid) if is_daemon else ():

@@ -173,7 +173,6 @@ def _send_files(
 
 
 def _read(program: Program, answers: Mapping[str, type]) -> tuple[str, Any]:
-    """Return the next frame that is no heartbeat."""
     while (frame := program.read(answers))[0] == PROGRESS:
         pass
     return frame

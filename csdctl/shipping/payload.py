@@ -156,7 +156,6 @@ def is_ignored(name: str, patterns: Sequence[str], *, is_directory: bool) -> boo
 
 
 def _check_link(root: str, entry: os.DirEntry[str]) -> str:
-    """Return the target of a symbolic link. Raises InputError when it points outside the tree."""
     target = os.readlink(entry.path)
     inside = os.path.realpath(entry.path)
     if target.startswith("/") or os.path.commonpath([root, inside]) != root:

@@ -86,7 +86,6 @@ class _EventCallback:
         self._thread.start()
 
     def put(self, time_s: float, event: Event) -> None:
-        """Queue an event, or count it as dropped. One thread calls this."""
         limit = MAX_WAITING // 2 if isinstance(event, FREQUENT) else MAX_WAITING
         if self.events.qsize() < limit:
             self.events.put((time_s, event))
@@ -94,7 +93,6 @@ class _EventCallback:
             self._num_dropped += 1
 
     def join(self, timeout_s: float, allowed_s: float) -> None:
-        """Wait for the thread, and tell what the function has missed. It had `allowed_s` in all."""
         self._thread.join(timeout_s)
         self._is_over.set()
         if self._thread.is_alive():

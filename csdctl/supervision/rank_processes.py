@@ -100,7 +100,6 @@ class EventValidator:
             self._check_order(event)
 
     def _check_order(self, event: events.Event) -> None:
-        """Raise ProtocolError for an event that cannot follow the events and orders before it."""
         if isinstance(event, events.Pong):
             if not self._pings[event.number]:
                 raise _violation(event, "one answer to each ping")
@@ -158,15 +157,9 @@ class RankProcess:
         validator: EventValidator,
         log: CappedLog,
     ) -> None:
-        """Communicate with the process through `conversation`, which `session` opened. Call `listen` once.
-
-        `validator` judges its events, `log` gets its other output.
-        """
-        self.rank = rank
-        self.node = session.name
-        self._meter = session.meter
-        self.validator = validator
-        self._log = log
+        """Call `listen` once. `validator` judges the events of the process, `log` gets its other output."""
+        self.rank, self.node, self._meter = rank, session.name, session.meter
+        self.validator, self._log = validator, log
         self._log_allowance = Allowance(_LOG_BYTES_PER_S, MAX_LOG_BYTES)
         self._is_closed = threading.Event()
         self._send_lock = threading.Lock()
@@ -210,7 +203,6 @@ class RankProcess:
             self._on_message(ProcessEnded(self.rank, self.node, *ended))
 
     def _handle_line(self, line: str) -> None:
-        """Pass on the event in `line`, or log a line that has none. Raises ProtocolError."""
         event = events.event_from_line(line)
         if event is None:
             self._handle_output(line)
@@ -229,7 +221,6 @@ class RankProcess:
             self._is_closed.wait(delay_s)
 
     def _read_exit(self) -> tuple[CsdctlError, bool]:
-        """Return why the process ended, and whether it exited with 0."""
         try:
             done = self._conversation.wait(deadline_s=_EXIT_CODE_S)
         except CsdctlError as error:

@@ -10,7 +10,7 @@ from pathlib import Path
 from csdctl.errors import CsdctlError, DeadlineError, NodeError, UnreachableError
 from csdctl.fleet.model import HOST_NAME
 from csdctl.launch.leftovers import END_DEADLINE_S, CleanupOptions, clean_machine, relock_machine
-from csdctl.launch.mpi_job import JobOutcome, MpiJob, explain_link
+from csdctl.launch.mpi_job import JobOutcome, MpiJob
 from csdctl.launch.mpirun import Mpirun
 from csdctl.runs.directory import CappedLog
 from csdctl.supervision.rank_processes import EventValidator, RankProcess, StartRank
@@ -53,7 +53,7 @@ class Patience:
 class Link:
     """The mpirun of one link, from its start to its end. Of several paths, the first that connects."""
 
-    def __init__(self, jobs: Sequence[MpiJob], on_connected: Callable[[int], None]) -> None:
+    def __init__(self, jobs: Sequence[MpiJob], on_connected: Callable[[int], object]) -> None:
         """Start the first of `jobs`, each of which uses another path. `on_connected` gets its number."""
         self._jobs, self._on_connected = jobs, on_connected
         self._number = 0
@@ -125,10 +125,6 @@ class RunSetup:
     """Whether to end the run in order, as the first Ctrl-C does."""
     next_order: Callable[[], Order | None] = lambda: None
     """What rank 0 is to do next; None: nothing new. May raise KeyboardInterrupt, as Ctrl-C does."""
-
-    def explain_link(self, outcome: JobOutcome, node: str) -> CsdctlError:
-        """Return why the link of a node has ended."""
-        return explain_link(outcome, node, f"logs: {self.log_directory}")
 
 
 PrepareNode = Callable[[Session], str]
@@ -203,21 +199,15 @@ class RankStarter:
             self.opened[node] = self.stack.enter_context(opened.pop_all())
             return process
 
-    def starter_of(self, rank: int) -> str:
-        """Return the machine on which mpirun starts the link of a rank: its server, or the host."""
-        server = self.spec.ranks[rank].server
-        return self.spec.ranks[0 if server == rank else server].node
-
     def start_link(self, rank: int) -> Link:
         """Start the link of a rank with the rank of its server, or of a server with rank 0."""
-        node, starter, mpirun = self.spec.ranks[rank].node, self.starter_of(rank), self.mpirun
+        node, server, mpirun = self.spec.ranks[rank].node, self.spec.ranks[rank].server, self.mpirun
+        starter = self.spec.ranks[0 if server == rank else server].node
         paths = mpirun.find_paths(node, starter)
-        paths = paths[self.paths.get(rank, 0) :][:1] if rank in self.paths else paths
-
-        def note_path(number: int) -> None:
-            self.paths.setdefault(rank, number)
-
-        return Link([mpirun.build_link(rank, node, starter, path) for path in paths], note_path)
+        if rank in self.paths:
+            paths = paths[self.paths[rank] :][:1]
+        jobs = [mpirun.build_link(rank, node, starter, path) for path in paths]
+        return Link(jobs, lambda number: self.paths.setdefault(rank, number))
 
     def _start_process(self, rank: int, session: Session) -> RankProcess:
         path = self.spec_paths.get(session.name, self.spec_path)

@@ -14,7 +14,7 @@ from typing import Any
 
 from csdctl.errors import CsdctlError, DeadlineError, InputError, NodeError, RunError
 from csdctl.fleet.names import format_node_names
-from csdctl.launch.mpi_job import JobOutcome
+from csdctl.launch.mpi_job import JobOutcome, explain_link
 from csdctl.supervision.rank_processes import ProcessEnded, RankMessage, RankProcesses, Restarted
 from csdctl.supervision.run_setup import Link, RunSetup
 from csdctl.worker.protocol import events
@@ -77,6 +77,7 @@ class Supervisor:
     def __init__(self, setup: RunSetup, record: Callable[[events.Event], None]) -> None:
         """`record` is called with every event, in order, by the thread that calls `run`."""
         self._setup, self._patience, self._record = setup, setup.patience, record
+        self._logs = f"logs: {setup.log_directory}"
         self._servers = setup.servers or [0] * len(setup.nodes)
         self._ranks = {rank: RankState() for rank in range(len(setup.nodes)) if rank not in setup.absent}
         self._processes = RankProcesses(
@@ -123,7 +124,6 @@ class Supervisor:
             self._processes.send(0, Stop())
 
     def _record_arrival(self, message: RankMessage | Restarted) -> None:
-        """Note a new message before it is handled, and record it if it is an event."""
         if isinstance(message, Restarted):
             self._open_hub(message.rank)
             if message.rank == 0:
@@ -132,14 +132,11 @@ class Supervisor:
             state, now = self._ranks[message.rank], time.monotonic()
             if isinstance(message, events.Ready | events.Pong):
                 state.heard, state.pinged = now, None
+                state.is_ready |= isinstance(message, events.Ready)
             if isinstance(message, PROGRESS) and message.rank == 0:
                 self._last_progress, self._awaited = now, set()
             if not isinstance(message, events.Pong):
                 self._record(message)
-
-    @property
-    def _logs(self) -> str:
-        return f"logs: {self._setup.log_directory}"
 
     # Starting
 
@@ -161,7 +158,6 @@ class Supervisor:
                 self._give_up_start(late)
 
     def _give_up_start(self, late: Sequence[int]) -> None:
-        """Raise DeadlineError for ranks that are not ready in time. In a check, continue without them."""
         limit, remedy = f"within {self._patience.start_s:g} s", "raise the timeout, or check the rank's log"
         if not self._setup.is_check or 0 in late:
             names = format_node_names(self._setup.nodes[rank] for rank in sorted(late))
@@ -171,7 +167,6 @@ class Supervisor:
             self._lose(rank, error)
 
     def _open_hub(self, rank: int) -> None:
-        """Tell a rank with others behind it how they reach it."""
         if rank in (0, *self._servers) and len(self._setup.nodes) > 1:
             self._processes.send(rank, OpenHub(self._setup.hub_key))
 
@@ -224,7 +219,7 @@ class Supervisor:
             return
         if state.link and state.link.has_ended:
             outcome = self._close_link(rank)
-            error = self._setup.explain_link(outcome, self._setup.nodes[rank])
+            error = explain_link(outcome, self._setup.nodes[rank], self._logs)
             if outcome.is_clean and state.is_member:
                 # Maybe the run is over, and the completion record follows.
                 state.departure = time.monotonic(), error.message
@@ -333,11 +328,7 @@ class Supervisor:
 
     # Messages
 
-    def _note_ready(self, ready: events.Ready) -> None:
-        self._ranks[ready.rank].is_ready = True
-
     def _note_members(self, joined: events.Joined) -> None:
-        """Record the members that rank 0 reports, and the ranks that are back or lost."""
         members = {int(rank) for rank in joined.batch_sizes}
         for rank, reason in joined.lost:
             state = self._ranks.get(rank)
@@ -397,7 +388,6 @@ class Supervisor:
         self._finished.add(finished.rank)
 
     def _note_waiting(self, message: events.WaitingFor) -> None:
-        """Ping the ranks that rank 0 or their server waits for."""
         for node in message.nodes:
             rank = self._setup.nodes.index(node)
             if message.rank in (0, self._servers[rank]):
@@ -449,7 +439,6 @@ class Supervisor:
     # Exiting
 
     def _await_exits(self) -> None:
-        """Wait until the ranks that take part have exited. The run is complete, however they do."""
         deadline = time.monotonic() + self._patience.exit_s
         while running := {rank for rank in self._processes.ranks if self._ranks[rank].is_member}:
             message = self._processes.next(self._patience.poll_s)
@@ -466,7 +455,6 @@ class Supervisor:
 
 
 ACTIONS: Mapping[type[RankMessage], Callable[[Supervisor, Any], None]] = {
-    events.Ready: Supervisor._note_ready,
     events.Joined: Supervisor._note_members,
     events.Progress: Supervisor._note_progress,
     events.EpochEnd: Supervisor._note_progress,

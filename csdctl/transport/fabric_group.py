@@ -79,13 +79,10 @@ class FleetConnection(fabric.Connection):  # type: ignore[misc]
 
 
 class _RemoteRunner(Remote):  # type: ignore[misc]
-    """Runs a command in the login shell of a node's user."""
-
     def should_use_pty(self, pty: bool, fallback: bool) -> bool:
         return False
 
     def run(self, command: str, **options: Any) -> Result:
-        """Do what Fabric's `run` does. Raises csdctl's errors, and Fabric's for the command."""
         self._setup(command, {"replace_env": True, **options})
         if self._asynchronous or self._disowned:
             raise InputError("commands run to their end: `asynchronous` and `disown` are not supported")

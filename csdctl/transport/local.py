@@ -87,7 +87,6 @@ class _PipedProcess:
         return 128 - code if code < 0 else code
 
     def kill_group(self, group: int) -> bool:
-        """End the process group and reap its leader."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(group, signal.SIGKILL)
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -103,7 +102,6 @@ class _PipedProcess:
 
 
 def _wait_for(descriptor: int, event: int, timeout_s: float) -> None:
-    """Wait until `descriptor` is ready or at its end. Raises TimeoutError."""
     poll = select.poll()  # unlike select(), accepts descriptors above 1023
     poll.register(descriptor, event)
     if not poll.poll(timeout_s * 1000):

@@ -451,7 +451,6 @@ class Session(ABC):
         return conversation
 
     def _forget(self, conversation: Conversation) -> None:
-        """Note that a command has ended."""
         self._running.discard(conversation)
 
     @abstractmethod

@@ -220,7 +220,6 @@ def _start_transport(node: Node, deadline: Deadline, jumps: JumpHosts) -> Iterat
 
 
 def _exchange_keys(node: Node, deadline: Deadline, jumps: JumpHosts) -> StrictTransport:
-    """Open a connection and exchange keys. Raises _ConnectionDropped when a retry may succeed."""
     connection = jumps.open_channel(node, deadline) if node.jump else _open_socket(node, deadline)
     transport = StrictTransport(connection, node.name)
     jumps.opened.append((node, transport.packetizer.meter))
@@ -292,7 +291,6 @@ def _unreachable(node: Node, problem: str, remedy: str) -> errors.UnreachableErr
 
 
 def _open_socket(node: Node, deadline: Deadline) -> socket.socket:
-    """Open a TCP connection that notices a dead peer. Raises UnreachableError."""
     failure: OSError = TimeoutError()
     for family, address in _resolve(node, deadline):
         connection = socket.socket(family, socket.SOCK_STREAM)
@@ -411,7 +409,6 @@ def _read_key(path: Path, *states: tuple[int, ...]) -> paramiko.PKey:
 
 
 def _find_in_agent(path: Path, agent: Iterable[paramiko.PKey]) -> list[paramiko.PKey]:
-    """Return the agent's keys for the private key at `path`, by KEY.pub and KEY-cert.pub."""
     blobs: list[bytes] = []
     for suffix in (".pub", "-cert.pub"):
         with contextlib.suppress(OSError, ValueError, IndexError):
@@ -554,7 +551,6 @@ class _ChannelProcess:
         raise lost_connection_error(self._transport, " while a command ran")
 
     def kill_group(self, group: int) -> bool:
-        """End process group `group` on the node, over a channel of its own. Return whether that worked."""
         deadline = Deadline(KILL_DEADLINE_S)
         try:
             kill = build_kill_command(group)
@@ -583,7 +579,6 @@ def _receive(receive: Callable[[int], bytes]) -> bytes:
 
 
 def _open_channel(transport: StrictTransport, command_line: str, deadline: Deadline) -> paramiko.Channel:
-    """Start a command on a channel. Raises UnreachableError, RemoteCommandError or DeadlineError."""
     channel = None
     try:
         channel = transport.open_session(timeout=max(0.1, deadline.left_s))

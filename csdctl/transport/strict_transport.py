@@ -184,7 +184,6 @@ class GreedyPacketizer(Packetizer):
         return bytes(memoryview(self._buffer)[start : self._start])
 
     def _receive(self, check_rekey: bool) -> None:
-        """Wait for more bytes, at most for the timeout of the connection."""
         try:
             arrived = self._connection.recv(1 << 17)
         except TimeoutError:
@@ -415,7 +414,6 @@ class StrictTransport(paramiko.Transport):
             raise
 
     def _send_waiting(self) -> None:
-        """Send what the reading thread could not send during a key exchange."""
         if self._waiting_messages and self.clear_to_send.is_set():
             waiting, self._waiting_messages = self._waiting_messages, []
             for data in waiting:

@@ -64,7 +64,6 @@ def run_task(
 
 
 def _run(task: Callable[[Context], object], connection: FleetConnection) -> tuple[int, str]:
-    """Run the task. Return its exit code and why it failed, or raise csdctl's error."""
     try:
         task(connection)
     except CsdctlError:
@@ -88,8 +87,6 @@ def _run(task: Callable[[Context], object], connection: FleetConnection) -> tupl
 
 
 class _Printed(io.StringIO):
-    """Printed text, up to a limit."""
-
     def write(self, text: str) -> int:
         return super().write(text) if self.tell() < MAX_OUTPUT_BYTES else len(text)
 
@@ -102,7 +99,6 @@ class _ThreadOutput(io.TextIOBase):
         self.of_thread = threading.local()
 
     def current(self) -> Any:
-        """Return the stream of this thread."""
         return getattr(self.of_thread, "stream", self._stream)
 
     def write(self, text: str) -> int:
