@@ -21,8 +21,7 @@ import pytest
 
 from csdctl.fleet.fleet_file import load_fleet
 from csdctl.fleet.model import Fleet
-from csdctl.shipping.deliver import Delivery, deliver
-from csdctl.shipping.payload import DEFAULT_IGNORED, TreeRequest, pack_payload, read_tree
+from csdctl.shipping.deliver import DEFAULT_IGNORED, Delivery, TreeRequest, deliver, pack_payload, read_tree
 from csdctl.transport.many import run_on_nodes, values_or_raise
 from csdctl.transport.session import Session
 

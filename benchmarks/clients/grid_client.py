@@ -18,8 +18,7 @@ from pathlib import Path
 
 from csdctl.fleet.fleet_file import load_fleet
 from csdctl.job.model import load_job
-from csdctl.shipping.store import store_bytes
-from csdctl.shipping.worker_zip import pack_worker
+from csdctl.shipping.store import pack_worker, store_bytes
 from csdctl.transport.meter import TrafficClass
 from csdctl.tuning.plan import load_plan
 from csdctl.workflows.data.prepare import prepare_job

@@ -9,7 +9,7 @@ that order, and reports when everything is in place. Responses are frames, lines
     progress {}                               heartbeat. Expects no reply
     result {…}    error {…}    damaged {…}    the end
 
-The host has checked the names in the manifest (shipping/payload.py). Existing files are compared by content,
+The host has checked the names in the manifest (shipping/deliver.py). Existing files are compared by content,
 never only by time or size.
 
     .csdctl/objects/NAME            a file, addressed by content. NAME begins with its SHA-256

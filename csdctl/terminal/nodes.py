@@ -12,8 +12,7 @@ from csdctl.fleet.hardware import classify_machine
 from csdctl.fleet.model import Fleet, fold_problems
 from csdctl.fleet.names import fold_names, format_node_names
 from csdctl.reporting.numbers import format_bytes, format_count
-from csdctl.shipping.deliver import Delivery, DeliveryProgress
-from csdctl.shipping.payload import FileTree, TreeRequest
+from csdctl.shipping.deliver import Delivery, DeliveryProgress, FileTree, TreeRequest
 from csdctl.terminal.console import PrintableConsole, build_table
 from csdctl.terminal.streams import Streams, document, fields_of
 from csdctl.terminal.view import View

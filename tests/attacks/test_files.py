@@ -17,10 +17,8 @@ from csdctl.facts.machine import CONDITION_FACTS, ClockTrip, build_command, pars
 from csdctl.fleet.facts import Condition
 from csdctl.fleet.model import Fleet, Node
 from csdctl.launch.leftovers import lock_machines
-from csdctl.shipping.deliver import Delivery, deliver
-from csdctl.shipping.payload import pack_payload
-from csdctl.shipping.store import OBJECTS, StoredFile, store_bytes
-from csdctl.shipping.worker_zip import pack_worker
+from csdctl.shipping.deliver import Delivery, deliver, pack_payload
+from csdctl.shipping.store import OBJECTS, StoredFile, pack_worker, store_bytes
 from csdctl.transport.commands import build_worker_command
 from csdctl.transport.local import LocalSession
 from csdctl.worker.protocol.datasets import PrepareSpec

@@ -24,8 +24,7 @@ from csdctl.fleet.facts import Facts
 from csdctl.fleet.model import HOST_NAME, Fleet, Node
 from csdctl.launch.mpirun import Mpirun
 from csdctl.runs.directory import RunDirectory
-from csdctl.shipping.store import store_bytes
-from csdctl.shipping.worker_zip import pack_worker
+from csdctl.shipping.store import pack_worker, store_bytes
 from csdctl.supervision.run_setup import Link
 from csdctl.transport.local import LocalSession
 from csdctl.worker.process.machine import list_interfaces

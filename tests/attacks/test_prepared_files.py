@@ -10,8 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from csdctl.shipping.store import store_bytes
-from csdctl.shipping.worker_zip import pack_worker
+from csdctl.shipping.store import pack_worker, store_bytes
 from csdctl.transport.commands import build_worker_command
 from csdctl.worker.protocol.datasets import PrepareSpec
 from csdctl.worker.protocol.json_codec import to_json

@@ -14,8 +14,7 @@ import pytest
 
 from csdctl.errors import CsdctlError, DeadlineError, RemoteCommandError
 from csdctl.launch.leftovers import CleanupOptions, clean_machine, describe_holder
-from csdctl.shipping.deliver import deliver
-from csdctl.shipping.payload import pack_payload
+from csdctl.shipping.deliver import deliver, pack_payload
 from csdctl.shipping.store import store_bytes
 from csdctl.shipping.worker_calls import call_worker
 from csdctl.transport.program import AnswerLimits

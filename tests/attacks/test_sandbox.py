@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from csdctl.shipping.worker_zip import pack_worker
+from csdctl.shipping.store import pack_worker
 from csdctl.worker.protocol.sandbox import user_of_link
 from csdctl.worker.sandbox.seccomp_filter import MACHINE, FilterProgram
 from csdctl.worker.sandbox.seccomp_supervisor import NUM_THREADS

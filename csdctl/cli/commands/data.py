@@ -143,7 +143,7 @@ def deploy(
     dry_run: bool = options.DRY_RUN,
 ) -> None:
     """Copy a job's files, or directory trees, to every node. Only missing content is sent."""
-    from csdctl.shipping.payload import DEFAULT_IGNORED
+    from csdctl.shipping.deliver import DEFAULT_IGNORED
     from csdctl.terminal.nodes import TransferView
     from csdctl.workflows.data.files import deploy as deploy_files
 

@@ -33,18 +33,27 @@ from csdctl.placement.equation1 import Placed
 from csdctl.reporting.numbers import format_count
 from csdctl.runs.directory import ProjectDirectory
 from csdctl.runs.ledger import record_traffic
-from csdctl.shipping.deliver import Delivery, OnDeliveryProgress, deliver
-from csdctl.shipping.payload import (
+from csdctl.shipping.deliver import (
     DEFAULT_IGNORED,
+    Delivery,
     FileTree,
+    OnDeliveryProgress,
     TreeRequest,
+    deliver,
     pack_payload,
     parse_tree,
     read_tree,
 )
-from csdctl.shipping.store import StoredFile, hash_file, store_bytes, store_file, stored_as
+from csdctl.shipping.store import (
+    StoredFile,
+    hash_file,
+    pack_code,
+    pack_worker,
+    store_bytes,
+    store_file,
+    stored_as,
+)
 from csdctl.shipping.worker_calls import call_worker
-from csdctl.shipping.worker_zip import pack_code, pack_worker
 from csdctl.transport.local import LocalSession
 from csdctl.transport.many import Outcome, run_on_all, run_on_nodes, values_or_raise
 from csdctl.transport.meter import TrafficClass

@@ -24,11 +24,9 @@ from csdctl.job.model import HostData, Job, PrivateData, find_imported
 from csdctl.notify import Say
 from csdctl.reporting.numbers import format_count
 from csdctl.runs.directory import ProjectDirectory
-from csdctl.shipping.deliver import deliver
-from csdctl.shipping.payload import pack_payload
-from csdctl.shipping.store import StoredFile, store_bytes, store_file
+from csdctl.shipping.deliver import deliver, pack_payload
+from csdctl.shipping.store import StoredFile, pack_code, store_bytes, store_file
 from csdctl.shipping.worker_calls import WorkerProgram, call_worker
-from csdctl.shipping.worker_zip import pack_code
 from csdctl.transport.many import run_on_all, values_or_raise
 from csdctl.transport.meter import TrafficClass
 from csdctl.transport.program import Nothing, within

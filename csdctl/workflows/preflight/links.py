@@ -9,10 +9,8 @@ from csdctl.errors import RunError
 from csdctl.fleet.checks import FLEET_NAME, LARGE_PACKETS, Check, Status
 from csdctl.fleet.model import HOST_NAME, keep_nodes
 from csdctl.launch.mpi_job import CHECK_LINK, TRAFFIC_CLASSES
-from csdctl.shipping.deliver import deliver
-from csdctl.shipping.payload import pack_payload
-from csdctl.shipping.store import store_bytes
-from csdctl.shipping.worker_zip import pack_worker
+from csdctl.shipping.deliver import deliver, pack_payload
+from csdctl.shipping.store import pack_worker, store_bytes
 from csdctl.supervision.run_setup import Patience
 from csdctl.transport.many import errors_of, run_on_all
 from csdctl.transport.meter import TrafficClass

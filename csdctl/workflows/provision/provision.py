@@ -23,8 +23,7 @@ from csdctl.fleet.model import Fleet, keep_nodes
 from csdctl.fleet.requirements import explain_extra, find_program
 from csdctl.notify import Say, shorten
 from csdctl.runs.ledger import record_traffic
-from csdctl.shipping.deliver import OnDeliveryProgress, deliver
-from csdctl.shipping.payload import Payload, TreeRequest, pack_payload, read_tree
+from csdctl.shipping.deliver import OnDeliveryProgress, Payload, TreeRequest, deliver, pack_payload, read_tree
 from csdctl.transport.many import Outcome, errors_of, run_on_nodes, values_or_raise
 from csdctl.transport.session import Session
 from csdctl.workflows.discovery.inventory import render_ansible

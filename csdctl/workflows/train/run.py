@@ -24,8 +24,7 @@ from csdctl.launch.leftovers import describe_holder
 from csdctl.placement.equation1 import steps_per_epoch
 from csdctl.reporting.results import COMPLETED, FAILED, STOPPED, RunSummary, read_results
 from csdctl.runs.directory import EventLog, RunDirectory, keep_step_file
-from csdctl.shipping.deliver import deliver
-from csdctl.shipping.payload import pack_payload
+from csdctl.shipping.deliver import deliver, pack_payload
 from csdctl.shipping.store import store_bytes
 from csdctl.supervision.event_callbacks import EventCallbacks
 from csdctl.supervision.run_setup import PrepareNode

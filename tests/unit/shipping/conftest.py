@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from csdctl.shipping.deliver import Delivery, deliver
-from csdctl.shipping.payload import TreeRequest, pack_payload, read_tree
+from csdctl.shipping.deliver import Delivery, TreeRequest, deliver, pack_payload, read_tree
 from csdctl.shipping.store import StoredFile
 from csdctl.transport.local import LocalSession
 from tests.unit.transport.conftest import machine, server, ssh  # noqa: F401

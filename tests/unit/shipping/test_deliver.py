@@ -14,8 +14,15 @@ import pytest
 
 from csdctl.errors import InputError, NodeError, RemoteCommandError
 from csdctl.launch.leftovers import CleanupOptions, clean_machine
-from csdctl.shipping.deliver import Delivery, DeliveryProgress, build_receiver, deliver
-from csdctl.shipping.payload import TreeRequest, pack_payload, read_tree
+from csdctl.shipping.deliver import (
+    Delivery,
+    DeliveryProgress,
+    TreeRequest,
+    build_receiver,
+    deliver,
+    pack_payload,
+    read_tree,
+)
 from csdctl.shipping.store import OBJECTS, hash_file, store_bytes
 from csdctl.transport.commands import read_program
 from csdctl.transport.local import LocalSession

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from csdctl.errors import InputError
-from csdctl.shipping.payload import DEFAULT_IGNORED, FileTree, TreeRequest, is_ignored, parse_tree, read_tree
+from csdctl.shipping.deliver import DEFAULT_IGNORED, FileTree, TreeRequest, is_ignored, parse_tree, read_tree
 
 
 @pytest.fixture

@@ -13,9 +13,8 @@ from pathlib import Path
 import pytest
 
 from csdctl.errors import CsdctlError
-from csdctl.shipping.store import store_bytes
+from csdctl.shipping.store import pack_worker, store_bytes
 from csdctl.shipping.worker_calls import call_worker, fetch_results
-from csdctl.shipping.worker_zip import pack_worker
 from csdctl.transport.commands import build_worker_command
 from csdctl.transport.local import LocalSession
 from csdctl.transport.meter import TrafficClass

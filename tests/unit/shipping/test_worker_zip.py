@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from csdctl.shipping.worker_zip import pack_worker
+from csdctl.shipping.store import pack_worker
 
 ROOT = Path(__file__).parents[3] / "csdctl"
 
 
 def test_zip_is_the_worker_and_the_version_in_the_same_bytes_in_another_process() -> None:
-    code = "import sys; from csdctl.shipping.worker_zip import pack_worker as p; sys.stdout.buffer.write(p())"
+    code = "import sys; from csdctl.shipping.store import pack_worker as p; sys.stdout.buffer.write(p())"
     packed = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout
     assert pack_worker() == packed
     sources = {str(path.relative_to(ROOT.parent)) for path in (ROOT / "worker").rglob("*.py")}

@@ -16,8 +16,7 @@ from csdctl.job.model import Job, load_job
 from csdctl.perfmodel.prediction import CollectiveCost, StepTime
 from csdctl.runs.directory import ProjectDirectory
 from csdctl.runs.measurements import PROBE, SUM, TRIAL, MeasurementStore
-from csdctl.shipping.store import store_bytes
-from csdctl.shipping.worker_zip import pack_worker
+from csdctl.shipping.store import pack_worker, store_bytes
 from csdctl.tuning.measurements import (
     CollectiveMeasurement,
     ModelProperties,

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from csdctl.shipping.worker_zip import pack_code
+from csdctl.shipping.store import pack_code
 from csdctl.worker.compute.backend import load_backend
 from csdctl.worker.compute.user_code import Augmentation, try_augment
 from csdctl.worker.process.errors import WorkerError

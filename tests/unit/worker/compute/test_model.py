@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import csdctl
-from csdctl.shipping.worker_zip import pack_code
+from csdctl.shipping.store import pack_code
 from csdctl.worker.compute.model import build, find_stateful_layers, load, load_weights, save_weights
 from csdctl.worker.compute.user_code import load_function
 from csdctl.worker.process.errors import WorkerError

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import csdctl
-from csdctl.shipping.worker_zip import pack_code
+from csdctl.shipping.store import pack_code
 from csdctl.worker.compute.keras_internals import flatten_layers
 from csdctl.worker.compute.model import build, describe_compile, is_scaling, load, save_weights
 from csdctl.worker.compute.user_code import import_file, load_function

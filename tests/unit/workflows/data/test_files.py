@@ -15,8 +15,7 @@ from csdctl.fleet.model import HOST_NAME, Fleet, Node
 from csdctl.job.model import Data, HostData, Job, load_job
 from csdctl.placement.equation1 import place_shards
 from csdctl.runs.directory import ProjectDirectory
-from csdctl.shipping.deliver import DeliveryProgress
-from csdctl.shipping.payload import DEFAULT_IGNORED, FileTree
+from csdctl.shipping.deliver import DEFAULT_IGNORED, DeliveryProgress, FileTree
 from csdctl.shipping.store import StoredFile, hash_file
 from csdctl.transport.local import LocalSession
 from csdctl.worker.data.prepared import rows_of

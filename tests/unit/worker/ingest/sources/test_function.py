@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from csdctl.shipping.worker_zip import pack_code
+from csdctl.shipping.store import pack_code
 from csdctl.worker.ingest.prepare import prepare
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.datasets import DatasetInfo, ImageRule, PrepareSpec
