@@ -26,13 +26,7 @@ from csdctl.worker.engine.step import GraphInfo, StepEngine, StepInfo, VariableI
 from csdctl.worker.engine.tensorflow_c import BFLOAT16, GraphSession
 from csdctl.worker.process.errors import JobError
 from csdctl.worker.protocol.json_codec import to_json
-from csdctl.worker.protocol.model_info import (
-    AllCompiled,
-    Compiled,
-    CompileRequest,
-    CompileRequests,
-    ForwardRequest,
-)
+from csdctl.worker.protocol.model_info import Compiled, CompileRequest, CompileRequests
 from csdctl.worker.protocol.recipe import Recipe
 from csdctl.worker.protocol.run_spec import VERIFY, HeadSpec, Prefix, RankSpec, RunSpec, Runtime
 
@@ -45,18 +39,22 @@ MAX_CONSTANT_BYTES = 1 << 27
 Larger ones are arguments, for a graph is in memory three times while it is loaded."""
 
 
-def compile_all(requests: CompileRequests) -> AllCompiled:
+def compile_all(work: CompileRequests) -> Compiled:
     """Compile forward passes and steps. Raises WorkerError if ranks cannot take a step."""
     load_backend()
     gc.disable()  # nothing is freed, and it would visit the growing graphs again and again
-    forwards = map(compile_forward, requests.forwards)
-    return AllCompiled((*forwards, *map(compile_step, requests.steps)))
+    return Compiled(
+        tuple((compile_forward if request.is_forward else compile_step)(request) for request in work.requests)
+    )
 
 
-def compile_step(request: CompileRequest) -> Compiled:
-    """Compile a step, and write it to the request's `output`. Raises WorkerError if ranks cannot take it."""
+def compile_step(request: CompileRequest) -> str:
+    """Compile a step, and write it to the request's `output`. Return why it cannot be compiled, or ''.
+
+    Raises WorkerError if ranks cannot take it.
+    """
     if not all(request.data.sample_shape):  # of a head whose features are only known by computing them
-        return Compiled("the size of its samples is not fixed")
+        return "the size of its samples is not fixed"
     model = load(Path(request.architecture), Path(request.weights), request.code)
     model_type = compute_type(model)
     if request.is_wide:
@@ -74,10 +72,10 @@ def compile_step(request: CompileRequest) -> Compiled:
             write_step(parts.of_ranks, parts.describe_ranks(of_ranks, info), of_ranks, output / OF_RANKS)
         write_step(compiler, info, builder, output)
     except CannotCompileError as error:
-        return Compiled(error.message)
+        return error.message
     info = replace(info, places=write_template(compiler, output), model_type=model_type)
     (output / INFO).write_text(to_json(info))
-    return Compiled()
+    return ""
 
 
 def write_step(compiler: Compiler, info: StepInfo, builder: GraphBuilder, output: Path) -> None:
@@ -220,13 +218,17 @@ def write_template(compiler: Compiler, output: Path, seed: int = 0) -> dict[str,
     return places if all(str(number) in places for number in range(len(model.weights))) else {}
 
 
-def compile_forward(request: ForwardRequest) -> Compiled:
-    """Compile a forward pass, and write it to the request's `output`. Raises WorkerError as `load`."""
+def compile_forward(request: CompileRequest) -> str:
+    """Compile a forward pass, and write it to the request's `output`. Return why it cannot be, or ''.
+
+    Raises WorkerError as `load`.
+    """
     model = load(Path(request.architecture), Path(request.weights), request.code)
     builder, computed = GraphBuilder(), _up_to(model, request.layer)
     values = [np.asarray(variable.value) for variable in computed.weights]
     arguments = values if sum(value.nbytes for value in values) > MAX_CONSTANT_BYTES else []
-    empty = np.empty((BATCH_SIZE, *request.sample_shape), dtype_from_text(request.dtype))
+    empty = np.empty((BATCH_SIZE, *request.data.sample_shape), dtype_from_text(request.data.dtype))
+    input_range = request.recipe.input_range
     (samples,) = specs_of([empty], BATCH_SIZE)
     fields = samples if isinstance(samples, dict) else {"": samples}
 
@@ -234,7 +236,7 @@ def compile_forward(request: ForwardRequest) -> Compiled:
         state = tensors[: len(arguments)] or list(map(tf.constant, values))
         batch = dict(zip(fields, tensors[len(arguments) :], strict=True))
         with scope.given(computed.weights, state):
-            inputs = inputs_of(model, batch if isinstance(samples, dict) else batch[""], request.input_range)
+            inputs = inputs_of(model, batch if isinstance(samples, dict) else batch[""], input_range)
             outputs = keras.tree.flatten(computed(inputs, training=False))
             return [tf.cast(output, tf.float32) for output in outputs]
 
@@ -247,8 +249,8 @@ def compile_forward(request: ForwardRequest) -> Compiled:
         variables = tuple(VariableInfo(value.shape, value.dtype.name) for value in arguments)
         write_graph(builder, GraphInfo(builder.functions, variables), arguments, Path(request.output))
     except CannotCompileError as error:
-        return Compiled(error.message)
-    return Compiled()
+        return error.message
+    return ""
 
 
 def keras_pass(part: Prefix, layer: str, runtime: Runtime) -> Compute:

@@ -43,16 +43,20 @@ class BuildRequest:
 
 @dataclass(frozen=True)
 class CompileRequest:
-    """The request to compile the step of a model that was built."""
+    """The request to compile a step or a forward pass of a model that was built."""
 
     architecture: str
     weights: str
     recipe: Recipe
     data: DatasetInfo
-    """The public data set, whose shapes and types samples and labels have."""
+    """A data set, whose shapes and types samples and labels have."""
     output: str
     """The directory to write the files of a `CompiledStep` to."""
     code: UserCode | None = None
+    is_forward: bool = False
+    """Whether the forward pass is compiled, which depends on the samples' form and `input_range` alone."""
+    layer: str = ""
+    """Of a forward pass: the layer whose output is computed in place of the model's; '' for none."""
     has_noise: bool = False
     has_validation: bool = False
     is_wide: bool = False
@@ -62,42 +66,18 @@ class CompileRequest:
 
 
 @dataclass(frozen=True)
-class ForwardRequest:
-    """The request to compile the forward pass of a model that was built, or of a part of it."""
-
-    architecture: str
-    weights: str
-    input_range: tuple[float, float] | None
-    dtype: str
-    sample_shape: Shape
-    output: str
-    """The directory to write the files of a `CompiledStep` to."""
-    code: UserCode | None = None
-    layer: str = ""
-    """The layer whose output is computed in place of the model's; '' for none."""
-
-
-@dataclass(frozen=True)
 class CompileRequests:
-    """The request to compile forward passes and steps in one process."""
+    """The request to compile steps and forward passes in one process."""
 
-    forwards: tuple[ForwardRequest, ...]
-    steps: tuple[CompileRequest, ...]
+    requests: tuple[CompileRequest, ...]
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """The answer to a `CompileRequest` or `ForwardRequest`."""
+    """The answer to `CompileRequests`."""
 
-    reason: str = ""
-    """Why it needs Python's TensorFlow, and nothing was written; '' for what is compiled."""
-
-
-@dataclass(frozen=True)
-class AllCompiled:
-    """The answers to `CompileRequests`: to forward passes, then to steps."""
-
-    answers: tuple[Compiled, ...]
+    reasons: tuple[str, ...]
+    """Why each needs Python's TensorFlow, and nothing was written; '' for what is compiled."""
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,9 @@ from csdctl.transport.program import within
 from csdctl.worker.protocol.datasets import DatasetInfo
 from csdctl.worker.protocol.features import FLOAT32
 from csdctl.worker.protocol.json_codec import to_json
-from csdctl.worker.protocol.model_info import AllCompiled, CompileRequest, CompileRequests, ForwardRequest
+from csdctl.worker.protocol.model_info import Compiled, CompileRequest, CompileRequests
 from csdctl.worker.protocol.packages import TENSORFLOW, find_version
+from csdctl.worker.protocol.recipe import Recipe
 from csdctl.worker.protocol.run_spec import Prefix
 from csdctl.workflows.data.files import HASHES, SerializedModel, have_hashes
 from csdctl.workflows.workspace.workspace import Workspace
@@ -34,7 +35,7 @@ OF_RANKS = tuple(f"ranks/{name}" for name in FILES)
 REASON = "reason.json"
 DEADLINE_S = 600.0
 
-Compilation = tuple[SerializedModel, CompileRequest | ForwardRequest, str]
+Compilation = tuple[SerializedModel, CompileRequest, str]
 """A model, the request to compile it, and what that is, in words."""
 
 
@@ -111,15 +112,15 @@ class ModelCompiler:
             is_wide=is_wide and model.info.has_16_bits,
         )
 
-    def _forward_of(self, model: SerializedModel, layer: str = "") -> ForwardRequest:
-        return ForwardRequest(
+    def _forward_of(self, model: SerializedModel, layer: str = "") -> CompileRequest:
+        return CompileRequest(
             model.architecture.path,
             model.weights.path,
-            model.info.recipe.input_range,
-            dtype=self.public.dtype,
-            sample_shape=self.public.sample_shape,
+            Recipe(input_range=model.info.recipe.input_range),
+            data=DatasetInfo("", 0, self.public.sample_shape, self.public.dtype, (), -1, ""),
             output="",
             code=model.user_code if model.info.needs_code else None,
+            is_forward=True,
             layer=layer,
         )
 
@@ -151,7 +152,7 @@ class ModelCompiler:
             program.close()
         return [self._with_files(model, what, directory) for (model, _, what), directory in pairs]
 
-    def _directory_of(self, request: CompileRequest | ForwardRequest) -> Path:
+    def _directory_of(self, request: CompileRequest) -> Path:
         """Return where the files are, by all that they follow from."""
         versions = [find_version(*names) for names in (TENSORFLOW, ("keras",), ("numpy",))]
         described = json.dumps([to_json(request), self.worker.sha256, *versions])
@@ -188,20 +189,13 @@ def _is_compiled(directory: Path) -> bool:
     return bool(load_kept(directory / REASON, str)) or have_hashes(directory, (REASON, *FILES))
 
 
-def _compile_missing(
-    missing: Sequence[tuple[CompileRequest | ForwardRequest, Path]], compiler: WorkerProgram
-) -> None:
+def _compile_missing(missing: Sequence[tuple[CompileRequest, Path]], compiler: WorkerProgram) -> None:
     with ExitStack() as stack:
-        outputs = [str(stack.enter_context(build_atomically(directory))) for _, directory in missing]
-        requests = [
-            replace(request, output=output) for (request, _), output in zip(missing, outputs, strict=True)
-        ]
-        forwards = tuple(request for request in requests if isinstance(request, ForwardRequest))
-        steps = tuple(request for request in requests if isinstance(request, CompileRequest))
-        compiled = compiler.call(CompileRequests(forwards, steps), AllCompiled)
-        in_order: list[CompileRequest | ForwardRequest] = [*forwards, *steps]
-        for request, answer in zip(in_order, compiled.answers, strict=True):
-            aside = Path(request.output)
-            save_json(aside / REASON, answer.reason)
+        asides = [stack.enter_context(build_atomically(directory)) for _, directory in missing]
+        pairs = zip(missing, asides, strict=True)
+        requests = tuple(replace(request, output=str(aside)) for (request, _), aside in pairs)
+        compiled = compiler.call(CompileRequests(requests), Compiled)
+        for aside, reason in zip(asides, compiled.reasons, strict=True):
+            save_json(aside / REASON, reason)
             names = [name for name in (REASON, *FILES, *OF_RANKS, *TEMPLATES) if (aside / name).exists()]
             save_json(aside / HASHES, {name: hash_file(aside / name) for name in names})

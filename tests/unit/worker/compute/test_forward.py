@@ -22,7 +22,7 @@ from csdctl.worker.ingest.extract import extract
 from csdctl.worker.protocol.datasets import DatasetInfo
 from csdctl.worker.protocol.features import VALUES, ExtractSpec, ResultRule
 from csdctl.worker.protocol.json_codec import to_json
-from csdctl.worker.protocol.model_info import CompileRequest, CompileRequests, ForwardRequest
+from csdctl.worker.protocol.model_info import CompileRequest, CompileRequests
 from csdctl.worker.protocol.recipe import Recipe
 from csdctl.worker.protocol.run_spec import CompiledStep, HeadSpec, Prefix, RankSpec, Runtime
 from tests.unit.worker.compute.built_models import as_records, carry, keras
@@ -81,16 +81,10 @@ def compiled(directory: Path, prefix: Prefix, samples: Array, layer: str = "") -
     """Compile what `prefix` names; its files are renamed as in the store."""
     output = directory / "compiled"
     output.mkdir()
-    request = ForwardRequest(
-        prefix.architecture,
-        prefix.weights,
-        prefix.input_range,
-        dtype_to_text(samples.dtype),
-        samples.shape[1:],
-        str(output),
-        layer=layer,
-    )
-    assert compile_forward(request).reason == ""
+    data = DatasetInfo("", 0, samples.shape[1:], dtype_to_text(samples.dtype), (), -1, "")
+    recipe = replace(RECIPE, input_range=prefix.input_range)
+    request = CompileRequest(prefix.architecture, prefix.weights, recipe, data, str(output), layer=layer)
+    assert compile_forward(request) == ""
     return replace(prefix, compiled=files_in(output))
 
 
@@ -147,8 +141,10 @@ def test_model_that_calls_python_says_so(tmp_path: Path) -> None:
     double = keras().saving.register_keras_serializable("own")(module["Double"])
     model = keras().Sequential([keras().Input((6,)), double(), keras().layers.Dense(2)])
     prefix = store_prefix(tmp_path, model)
-    request = ForwardRequest(prefix.architecture, prefix.weights, None, "float32", (6,), str(tmp_path))
-    assert "calls Python" in compile_forward(request).reason
+    data = DatasetInfo("", 0, (6,), "float32", (), -1, "")
+    recipe = replace(RECIPE, input_range=None)
+    request = CompileRequest(prefix.architecture, prefix.weights, recipe, data, str(tmp_path))
+    assert "calls Python" in compile_forward(request)
     found = forward_pass(prefix, lambda outputs: outputs[0], Runtime()).run(ROWS)
     np.testing.assert_allclose(found, model.predict(ROWS, verbose=0), rtol=1e-5)
 
@@ -156,8 +152,8 @@ def test_model_that_calls_python_says_so(tmp_path: Path) -> None:
 def test_head_of_features_whose_size_is_not_known_runs_by_keras(tmp_path: Path) -> None:
     data = DatasetInfo("", 0, (0, 0, 8), "float32", (), 3, "")
     request = CompileRequest("", "", RECIPE, data, str(tmp_path))
-    (answer,) = compile_all(CompileRequests((), (request,))).answers
-    assert answer.reason == "the size of its samples is not fixed"
+    (reason,) = compile_all(CompileRequests((request,))).reasons
+    assert reason == "the size of its samples is not fixed"
 
 
 PROGRAM = """
@@ -215,7 +211,7 @@ def test_step_of_the_head_saves_the_whole_model_as_keras_does(tmp_path: Path) ->
     for name, (paths, shape) in {"whole": ((architecture, weights), 6), "head": (of_head, 5)}.items():
         (tmp_path / name).mkdir()
         data = DatasetInfo("", 0, (shape,), "float32", (), 3, "")
-        assert not compile_step(CompileRequest(*map(str, paths), RECIPE, data, str(tmp_path / name))).reason
+        assert not compile_step(CompileRequest(*map(str, paths), RECIPE, data, str(tmp_path / name)))
         files[name] = files_in(tmp_path / name, "template.keras")
     me = RankSpec(0, "", 8, Runtime(), None, None, 0, 0)
     engine = load_engine(files["head"], me, RECIPE, None)

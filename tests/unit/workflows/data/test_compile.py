@@ -14,14 +14,7 @@ from csdctl.runs.ledger import Ledger
 from csdctl.shipping.store import StoredFile, store_bytes
 from csdctl.transport.local import LocalSession
 from csdctl.worker.protocol.datasets import DatasetInfo
-from csdctl.worker.protocol.model_info import (
-    AllCompiled,
-    Compiled,
-    CompileRequest,
-    CompileRequests,
-    FeatureInfo,
-    ModelInfo,
-)
+from csdctl.worker.protocol.model_info import Compiled, CompileRequests, FeatureInfo, ModelInfo
 from csdctl.worker.protocol.recipe import Recipe
 from csdctl.workflows.data.compile import FILES, ModelCompiler, as_prefix, files_of
 from csdctl.workflows.data.files import SerializedModel
@@ -49,14 +42,13 @@ class Compiling:
     def store(self, name: str) -> StoredFile:
         return store_bytes(name.encode(), ".json", self.space.project.root)
 
-    def call(self, requests: CompileRequests, response: type[AllCompiled]) -> AllCompiled:
-        for request in (*requests.forwards, *requests.steps):
-            size = request.data.sample_shape if isinstance(request, CompileRequest) else request.sample_shape
-            self.requests.append(f"{type(request).__name__} {'×'.join(map(str, size))}")
+    def call(self, work: CompileRequests, response: type[Compiled]) -> Compiled:
+        for request in work.requests:
+            size = "×".join(map(str, request.data.sample_shape))
+            self.requests.append(f"{'forward' if request.is_forward else 'step'} {size}")
             for name in FILES if not self.reason else ():
                 Path(request.output, name).write_text(f"{request.architecture} {name}")
-        count = len(requests.forwards) + len(requests.steps)
-        return AllCompiled((Compiled(self.reason),) * count)
+        return Compiled((self.reason,) * len(work.requests))
 
     def model(self, recipe: Recipe = RECIPE) -> SerializedModel:
         features = FeatureInfo("base", (8,), (0, 1))
@@ -84,7 +76,7 @@ def compiling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Compi
         yield found
 
 
-ALL = ["ForwardRequest 12×12×3", "CompileRequest 12×12×3", "CompileRequest 8"]
+ALL = ["step 12×12×3", "forward 12×12×3", "step 8"]
 
 
 def test_only_what_has_changed_is_compiled_again(compiling: Compiling) -> None:
@@ -95,10 +87,10 @@ def test_only_what_has_changed_is_compiled_again(compiling: Compiling) -> None:
     assert compiling.prepare(data=other_data) == (model, [])
     assert len(compiling.requests) == len(ALL)
     _, compiled = compiling.prepare(replace(RECIPE, learning_rate=0.2))
-    assert compiled == ALL[1:]  # the frozen part does not depend on the recipe
+    assert compiled == ALL[::2]  # the frozen part does not depend on the recipe
     assert compiling.divide(model, "float16")[0] == prefix
-    assert compiling.requests[-1] == "CompileRequest 8"
-    assert compiling.prepare(data=replace(DATA, sample_shape=(16, 16, 3)))[1][0] == "ForwardRequest 16×16×3"
+    assert compiling.requests[-1] == "step 8"
+    assert compiling.prepare(data=replace(DATA, sample_shape=(16, 16, 3)))[1][0] == "step 16×16×3"
     assert prefix.compiled != head.compiled != model.compiled
 
 
@@ -113,7 +105,7 @@ def test_machines_get_the_graph_alone(compiling: Compiling) -> None:
     code = compiling.store("code")
     model = replace(compiling.model(), code=code, code_roots=(Path("own.py"),))
     found = compiling.compiler(model).forward("")
-    assert compiling.requests == ALL[:1]
+    assert compiling.requests == ALL[1:2]
     assert files_of(found) == [*found.compiled]
     assert [file.path for file in found.compiled] == [*as_prefix(found).files]
     assert as_prefix(found).code is None
