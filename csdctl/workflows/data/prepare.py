@@ -31,7 +31,8 @@ from csdctl.transport.many import run_on_all, values_or_raise
 from csdctl.transport.meter import TrafficClass
 from csdctl.transport.program import Nothing, within
 from csdctl.transport.session import Session
-from csdctl.worker.protocol.datasets import DatasetInfo, PrepareSpec
+from csdctl.worker.protocol.datasets import DatasetInfo, PrepareProgress, PrepareSpec
+from csdctl.worker.protocol.features import Extracted, ExtractSpec
 from csdctl.worker.protocol.json_codec import Count, shorten, to_json
 from csdctl.worker.protocol.model_info import AugmentTrial, ModelInfo
 from csdctl.worker.protocol.recipe import Recipe
@@ -334,6 +335,26 @@ def check_info(info: DatasetInfo, node: str, doing: str, *, may_be_empty: bool =
     is_possible = info.path and info.dtype and info.label_dtype and (info.num_samples or may_be_empty)
     if not is_possible or not re.fullmatch(r"[0-9a-f]{8,64}", info.fingerprint):
         raise RemoteCommandError(f"{doing}: received an impossible data set: {shorten(info)}", node=node)
+
+
+def extract_on(
+    space: Workspace,
+    machine: str,
+    worker: StoredFile,
+    spec: ExtractSpec,
+    note: Callable[[PrepareProgress], None],
+    *,
+    doing: str,
+) -> Extracted:
+    """Have a machine run a model over samples. Raises RemoteCommandError for another number of data sets."""
+    extracted = call_machine(space, machine, worker, "extract", spec, Extracted, note, doing=doing)
+    expected = 0 if spec.num_checked else 1 + len(spec.more_sources)
+    if len(extracted.parts) != expected:
+        problem = f"{doing}: received {len(extracted.parts)} data sets, expected {expected}"
+        raise RemoteCommandError(problem, node=machine)
+    for info in extracted.parts:
+        check_info(info, machine, doing, may_be_empty=True)
+    return extracted
 
 
 def first_spec(job: Job, model: ModelInfo, *, is_checked: bool = False) -> PrepareSpec:

@@ -11,7 +11,6 @@ import json
 import math
 import os
 import tempfile
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,8 +19,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import repeat
 from pathlib import Path
-from typing import Any
-from urllib.parse import quote
+from typing import IO, Any
 
 import numpy as np
 
@@ -41,7 +39,6 @@ from csdctl.worker.protocol.features import (
     SIGMOID,
     SOFTMAX,
     VALUES,
-    Extracted,
     ExtractSpec,
     ResultRule,
     SendSpec,
@@ -49,11 +46,11 @@ from csdctl.worker.protocol.features import (
 from csdctl.worker.protocol.model_info import ModelInfo, OutputInfo
 from csdctl.workflows.data.compile import ModelCompiler, as_prefix, files_of
 from csdctl.workflows.data.files import SerializedModel, deploy_files, whole
-from csdctl.workflows.data.prepare import Prepared, check_info, load_prepared, prepare_in
+from csdctl.workflows.data.prepare import Prepared, extract_on, load_prepared, prepare_in
 from csdctl.workflows.train.plan import default_runtime
-from csdctl.workflows.train.strategies import MAX_HEADER_BYTES, check_parts
+from csdctl.workflows.train.strategies import MAX_HEADER_BYTES
 from csdctl.workflows.workspace.event_stream import EventStream, OnProgress
-from csdctl.workflows.workspace.workspace import Workspace, call_machine, open_workspace
+from csdctl.workflows.workspace.workspace import Workspace, open_workspace
 
 CSV, NPZ = ".csv", ".npz"
 CLASSES, SCORES, EMBEDDINGS = "classes", "scores", "embeddings"
@@ -63,8 +60,6 @@ MAX_SHOWN = 5
 """Layers that a message names."""
 MAX_ROW_VALUES = 1 << 40
 DOING = "predicting"
-PARSING = threading.Lock()
-"""numpy parses a header as Python, and the parser of CPython 3.11 may fail in two threads (gh-106905)."""
 
 
 @dataclass(frozen=True)
@@ -345,20 +340,18 @@ def predict(request: PredictRequest, events: EventStream) -> PredictResult:
         data, worker = prepared.public, prepared.worker
         compiler = ModelCompiler(request.model_job, prepared.model, data, worker, space, say=events.say)
         prepared = replace(prepared, model=compiler.forward(request.layer))
-        with tempfile.TemporaryDirectory(".predict", dir=space.project.state) as directory:
-            prediction = Prediction(request, prepared, space, rules, directory=Path(directory))
-            blocks, failed = prediction.run(events)
-            missing: dict[str, CsdctlError] = {}
-            if PRIVATE in request.on:
-                errors, holding = space.unreachable | failed, request.fleet.names_without_servers
-                missing = {name: error for name, error in errors.items() if name in holding}
-            if missing and not any(map(len, blocks)):
-                outcomes = {name: Outcome[None](name, error=error) for name, error in missing.items()}
-                values_or_raise(outcomes, DOING)
-            names = request.manifest.get("classes")
-            write_results(
-                request.output, blocks, names if isinstance(names, list) else [*prepared.public.class_counts]
-            )
+        blocks, failed = Prediction(request, prepared, space, rules).run(events)
+        missing: dict[str, CsdctlError] = {}
+        if PRIVATE in request.on:
+            errors, holding = space.unreachable | failed, request.fleet.names_without_servers
+            missing = {name: error for name, error in errors.items() if name in holding}
+        if missing and not any(map(len, blocks)):
+            outcomes = {name: Outcome[None](name, error=error) for name, error in missing.items()}
+            values_or_raise(outcomes, DOING)
+        names = request.manifest.get("classes")
+        write_results(
+            request.output, blocks, names if isinstance(names, list) else [*prepared.public.class_counts]
+        )
     num_rows_of: Counter[str] = Counter()
     for block in blocks:
         num_rows_of[block.node] += len(block)
@@ -401,7 +394,6 @@ class Prediction:
     prepared: Prepared
     space: Workspace
     rules: tuple[ResultRule, ...]
-    directory: Path
 
     def run(self, events: EventStream) -> tuple[list[ResultBlock], dict[str, CsdctlError]]:
         """Return the results, host first, and the errors of nodes. Raises the error of the host."""
@@ -427,37 +419,33 @@ class Prediction:
         return [block for outcome in outcomes.values() for block in outcome.value or ()], failed
 
     def _predict(self, part: Part, on_progress: OnProgress) -> ResultBlock:
-        space, worker = self.space, self.prepared.worker
-        prefix, runtime = (
+        space, worker, machine = self.space, self.prepared.worker, part.machine
+        spec = ExtractSpec(
+            whole(part.info),
+            RESULT_STORE,
             as_prefix(self.prepared.model),
-            default_runtime(part.machine, space.fleet, space.facts),
+            default_runtime(machine, space.fleet, space.facts),
+            self.rules,
+            layer=self.request.layer,
         )
-        layer, note = self.request.layer, partial(on_progress, part.label)
-        spec = ExtractSpec(whole(part.info), RESULT_STORE, prefix, runtime, self.rules, layer=layer)
-        call = partial(call_machine, space, part.machine, worker, on_progress=note, doing=DOING)
-        extracted = call("extract", spec, Extracted)
-        check_parts(extracted, 1, part.machine, DOING)
+        note = partial(on_progress, part.label)
+        extracted = extract_on(space, machine, worker, spec, note, doing=DOING)
         (info,) = extracted.parts
-        check_info(info, part.machine, DOING, may_be_empty=True)
         dtype = self._check_dtype(info, part)
-        target = self.directory / f"{part.data}-{quote(part.machine, safe='')}.npy"
         num_bytes = part.info.num_samples * dtype.itemsize + MAX_HEADER_BYTES
         traffic = TrafficClass[self.request.want.upper()] if part.data == PRIVATE else TrafficClass.PUBLIC
         send = SendSpec(Path(info.path).name, info.images_sha256, num_bytes)
-        session, python = space.sessions[part.machine], space.fleet.python_of(part.machine)
-        with target.open("wb") as file:
+        session, python = space.sessions[machine], space.fleet.python_of(machine)
+        with tempfile.TemporaryFile(dir=space.project.state) as file:
             fetch_results(session, python, worker.path, send, file, traffic_class=traffic, doing=DOING)
-        records = load_rows(target, part, dtype)
+            records = map_rows(file, part, dtype)
         fields = {name: records[name] for name in records.dtype.names}
-        return ResultBlock(part.data, part.machine, np.arange(len(records)), fields, extracted.num_computed)
+        return ResultBlock(part.data, machine, np.arange(len(records)), fields, extracted.num_computed)
 
     def _check_dtype(self, info: DatasetInfo, part: Part) -> Any:
         """Return the type of a row. Raises RemoteCommandError if it is not what was asked for."""
-        expected = {
-            name: ("float32" if name.endswith(("value", "probability")) else "int32")
-            for rule in self.rules
-            for name in rule.fields
-        }
+        names = [name for rule in self.rules for name in rule.fields]
+        expected = {name: "int32" if name.endswith("class") else "float32" for name in names}
         fields = info.inputs
         is_as_asked = {name: dtype for name, (dtype, _) in fields.items()} == expected and not any(
             shape for name, (_, shape) in fields.items() if not name.endswith("value")
@@ -472,15 +460,17 @@ class Prediction:
         return np.dtype([(name, dtype, tuple(shape)) for name, (dtype, shape) in fields.items()])
 
 
-def load_rows(path: Path, part: Part, dtype: Any) -> Any:
-    """Return the mapped records of a fetched file. Raises RemoteCommandError for any other content."""
-    try:
-        with PARSING:
-            records = np.load(path, mmap_mode="r" if part.info.num_samples else None, allow_pickle=False)
-    except Exception as error:  # numpy parses the header as Python, and passes on all of its errors
-        problem = f"received results that cannot be read: {type(error).__name__}"
-        raise part.refuse(problem) from None
-    if records.shape != (part.info.num_samples,) or records.dtype != dtype:
-        expected = f"expected {dtype} of {part.info.num_samples}"
-        raise part.refuse(f"received {records.dtype} of shape {records.shape}, {expected}")
-    return records
+def map_rows(file: IO[bytes], part: Part, dtype: Any) -> Any:
+    """Map the records of a fetched file. Raises RemoteCommandError for any other content.
+
+    Its header must be the one that they have. Another machine's is not parsed: numpy reads it as Python.
+    """
+    num_rows, header = part.info.num_samples, io.BytesIO()
+    described = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (num_rows,)}
+    np.lib.format.write_array_header_1_0(header, described)
+    file.seek(0)
+    received, start = file.read(len(header.getvalue())), len(header.getvalue())
+    num_bytes = file.seek(0, os.SEEK_END) - start
+    if received != header.getvalue() or num_bytes != num_rows * dtype.itemsize:
+        raise part.refuse(f"received a file with other content, expected {num_rows} rows of {dtype}")
+    return np.memmap(file, dtype, "r", start, (num_rows,)) if num_bytes else np.empty(num_rows, dtype)

@@ -37,7 +37,7 @@ from csdctl.worker.protocol.model_info import CutInfo, FeatureInfo, ModelInfo
 from csdctl.worker.protocol.run_spec import DatasetSlice, RankSpec, RunSpec, SplitSpec
 from csdctl.workflows.data.compile import as_prefix, files_of
 from csdctl.workflows.data.files import deploy_files, whole
-from csdctl.workflows.data.prepare import Prepared, check_info
+from csdctl.workflows.data.prepare import Prepared, extract_on
 from csdctl.workflows.train.request import AUTO, TrainOptions
 from csdctl.workflows.train.spec import RunContext, RunData, RunModel, read_plan
 from csdctl.workflows.workspace.event_stream import EventStream, OnProgress
@@ -366,7 +366,6 @@ class _Machine:
         samples = self._samples()
         sources = [(source, count, views) for source, count, views in samples if source is not None]
         extracted = self._call([source for source, _, _ in sources], 0) if sources else Extracted((), 0)
-        check_parts(extracted, len(sources), self.rank.node, COMPUTING)
         num_rows = [count * views for _, count, views in sources]
         for info, count in zip(extracted.parts, num_rows, strict=True):
             self._check(info, count)
@@ -411,12 +410,11 @@ class _Machine:
             num_checked=num_checked,
             num_plain=int(self.validation is not None),
         )
-        call = self.context.space, self.rank.node, prepared.worker, "extract", spec, Extracted
-        return call_machine(*call, self.note, doing=COMPUTING)
+        call = self.context.space, self.rank.node, prepared.worker, spec, self.note
+        return extract_on(*call, doing=COMPUTING)
 
     def _check(self, info: DatasetInfo, num_samples: int) -> None:
         """Raise RemoteCommandError unless these can be the features of that many samples."""
-        check_info(info, self.rank.node, COMPUTING, may_be_empty=True)
         expected, precision = find_features(self.context.prepared).shape, self.prefix.precision
         shape = info.sample_shape
         is_shape = all(shape) and equals(expected, shape)  # 0 is any size in the model's alone
@@ -426,13 +424,6 @@ class _Machine:
                 f"{info.dtype}, expected {num_samples} of {expected} and {precision}",
                 node=self.rank.node,
             )
-
-
-def check_parts(extracted: Extracted, expected: int, node: str, doing: str) -> None:
-    """Raise RemoteCommandError unless a machine has answered for as many sources as it was given."""
-    if len(extracted.parts) != expected:
-        problem = f"{doing}: received {len(extracted.parts)} data sets, expected {expected}"
-        raise RemoteCommandError(problem, node=node)
 
 
 def _why_not_alone(job: Job, prepared: Prepared) -> str:

@@ -3,13 +3,10 @@
 The worker is scripted: what it predicts of a sample is the sample's number."""
 
 import csv
-import gc
 import hashlib
 import re
 import shutil
-import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -42,12 +39,10 @@ from csdctl.workflows.data.prepare import Prepared
 from csdctl.workflows.predict.predict import (
     CLASSES,
     EMBEDDINGS,
-    PARSING,
     PRIVATE,
     PUBLIC,
     SCORES,
     VALIDATION,
-    Part,
     Prediction,
     PredictRequest,
     ResultBlock,
@@ -55,7 +50,6 @@ from csdctl.workflows.predict.predict import (
     check_layer,
     choose_data,
     find_model,
-    load_rows,
     write_results,
 )
 from csdctl.workflows.workspace.event_stream import EventStream
@@ -92,8 +86,7 @@ class Machine(FakeSession):
 
     def _extract(self, line: str) -> list[str]:
         spec = from_json(ExtractSpec, line)
-        with PARSING:
-            samples = np.load(spec.source.images)
+        samples = np.load(spec.source.images)
         results = np.zeros(len(samples), [("class", np.int32), ("probability", np.float32)])
         results["class"] = samples
         fingerprint = hashlib.sha256(line.encode()).hexdigest()
@@ -166,9 +159,9 @@ def predict(
         request, root = request_of_all, request_of_all.directory
         sessions = {name: Machine(root, name) for name in (HOST_NAME, "csd0")}
         sessions["csd1"] = Machine(root, "csd1", lie)
-        space: Any = SimpleNamespace(fleet=request.fleet, facts={}, sessions=sessions)
-        prediction = Prediction(request, prepared, space, (ResultRule("", SOFTMAX),), root)
-        return prediction.run(EventStream())
+        state = SimpleNamespace(state=root)
+        space: Any = SimpleNamespace(fleet=request.fleet, facts={}, sessions=sessions, project=state)
+        return Prediction(request, prepared, space, (ResultRule("", SOFTMAX),)).run(EventStream())
 
     return run
 
@@ -193,39 +186,15 @@ def test_each_row_comes_once_in_the_order_of_machines_and_data_sets(predict: Any
         (lambda rows: {"rows": rows, "sample_shape": (2,)}, "received 3 rows"),
         (lambda rows: {"rows": rows, "dtype": "float32"}, "expected 3 of class, probability"),
         (lambda rows: {"rows": rows, "dtype": FIELDS.replace("[]", "[9]", 1)}, "received 3 rows"),
-        (lambda rows: {"rows": rows[:2]}, r"of shape \(2,\)"),
-        (lambda rows: {"rows": rows["probability"]}, "received float32"),
-        (lambda rows: {"rows": np.array([{}] * 3, object)}, "cannot be read: ValueError"),
+        (lambda rows: {"rows": rows[:2]}, "a file with other content, expected 3 rows"),
+        (lambda rows: {"rows": rows["probability"]}, "a file with other content"),
+        (lambda rows: {"rows": np.array([{}] * 3, object)}, "a file with other content"),
     ],
 )
 def test_false_answer_of_a_node_loses_its_rows_alone(predict: Any, lie: Lie, said: str) -> None:
     found, failed = predict(lie)
     assert [(one.data, one.node) for one in found] == SETS[:-1]
     assert re.search(said, failed["csd1"].message)
-
-
-def test_results_of_several_nodes_are_read_at_once(tmp_path: Path) -> None:
-    """Python code that a garbage collection runs lets another thread go on, in the middle of a header."""
-    dtype = np.dtype([("class", np.int32), ("probability", np.float32)])
-    np.save(tmp_path / "images.npy", np.zeros(3, dtype))
-    part = Part(PRIVATE, "csd0", describe(tmp_path, 3))
-
-    def read(_: int) -> None:
-        for _ in range(500):
-            load_rows(tmp_path / "images.npy", part, dtype)
-
-    def on_collection(phase: str, info: dict[str, int]) -> None:
-        time.sleep(0)
-
-    threshold = gc.get_threshold()
-    gc.callbacks.append(on_collection)
-    try:
-        gc.set_threshold(50)
-        with ThreadPoolExecutor(4) as pool:
-            assert list(pool.map(read, range(4))) == [None] * 4
-    finally:
-        gc.callbacks.remove(on_collection)
-        gc.set_threshold(*threshold)
 
 
 @pytest.mark.parametrize(
