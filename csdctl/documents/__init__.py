@@ -419,7 +419,6 @@ class _Loader(yaml.SafeLoader):
         """Size and depth by the id of a node."""
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """Compose the next node. Raises MarkedYAMLError as soon as a limit is exceeded."""
         event = self.peek_event()  # type: ignore[no-untyped-call]
         if isinstance(event, yaml.AliasEvent):
             node = super().compose_node(parent, index)
@@ -452,7 +451,6 @@ class _Loader(yaml.SafeLoader):
             _refuse(event, f"{self._deepest} levels of nesting, expected at most {MAX_DEPTH}")
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """Build a mapping. Raises MarkedYAMLError for a key that is not text, or is there twice."""
         names = set()
         for key, _ in node.value:
             if key.tag != _TAG + "str":

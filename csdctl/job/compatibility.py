@@ -132,7 +132,6 @@ def _part(model: ModelInfo, kind: str, name: str) -> str:
 
 
 def _check_logits(model: ModelInfo, output: OutputInfo) -> None:
-    """Check the last activation, if it is known, against `from_logits` of the loss."""
     probabilities = LOGITS.get(plain_name(output.loss))
     wrong = probabilities if output.from_logits else "linear"
     if probabilities and output.activation == wrong:

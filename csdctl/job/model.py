@@ -276,7 +276,6 @@ def parse_job(text: str, path: Path, *, name: str = "") -> Job:
 
 
 def _join_arguments(recipe: Recipe) -> Recipe:
-    """Return the recipe with all arguments of the optimizer in `optimizer_args`, by Keras' names."""
     clip, steps = recipe.clip or Clip(), recipe.accumulation_steps or 1
     named = {
         "momentum": recipe.momentum,
@@ -332,7 +331,6 @@ def _overlap(first: str, second: str) -> bool:
 
 
 def _own(name: str, job_path: Path) -> str:
-    """Return the name of a loss or a metric, with an absolute path for the user's own."""
     return _function(name, job_path) if _files_of([name]) else name
 
 
@@ -379,7 +377,6 @@ def _resolve(written: Path, job_path: Path) -> Path:
 
 
 def _code_root(written: Path, job_path: Path) -> Path:
-    """Return a file or package of `code` with an absolute path. Raises InputError for anything else."""
     path = _resolve(written, job_path)
     is_module = path.suffix == ".py" and os.path.isfile(path)
     if not is_module and not (os.path.isdir(path) and any(path.rglob("*.py"))):
@@ -447,7 +444,6 @@ def parse_python(file: Path) -> ast.Module | None:
 
 
 def _files_of(references: Iterable[str]) -> tuple[Path, ...]:
-    """Return the files of all `references` that are user functions, `FILE.py:NAME`, each once."""
     files = (reference.rpartition(":")[0] for reference in references)
     return tuple(dict.fromkeys(Path(file) for file in files if file.endswith(".py")))
 

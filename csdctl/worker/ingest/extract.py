@@ -112,7 +112,6 @@ def _target_of(spec: ExtractSpec) -> Path:
 def _compute_rows(
     spec: ExtractSpec, load: Callable[[], Compute], partial: PartialDataset, samples: PreparedSamples
 ) -> Iterator[Block]:
-    """Yield the missing rows of the source in batches. Raises WorkerError if they do not fit on the disk."""
     compute, augment = load(), load_augmentation(spec)
     partial.declare(*compute(*samples.read(np.arange(0))))
     row_bytes = math.prod(partial.info.sample_shape) * dtype_from_text(partial.info.dtype).itemsize
@@ -199,7 +198,6 @@ def _recompute(spec: ExtractSpec) -> Extracted:
 
 
 def _compare(spec: ExtractSpec, info: DatasetInfo, compute: Compute, num_batches: int) -> tuple[int, float]:
-    """Return the number of rows that were computed again, and their largest relative difference."""
     samples = PreparedSamples(spec.source)
     stored = CheckedArray(str(Path(info.path, "images.npy")), info.images_sha256).array
     augment = load_augmentation(spec)
@@ -226,7 +224,6 @@ def gather(spec: GatherSpec, *, on_progress: OnProgress = lambda progress: None)
 
 
 def _merge(spec: GatherSpec, partial: PartialDataset, samples: PreparedSamples) -> Iterator[Block]:
-    """Yield the features of all samples, in the order of the samples. Raises WorkerError."""
     num_samples, seed = len(samples), spec.request.source.permutation_seed
     dtype = spec.request.prefix.precision
     parts = [CheckedArray(part.path, part.sha256).array for part in spec.parts]

@@ -88,7 +88,6 @@ def set_access(directory: Path, tree: Tree, *, is_shared: bool) -> None:
 
 
 def _readers(tree: Tree) -> int:
-    """Return the permissions of group and others to read every file of `tree`."""
     readers = READ
     directories = {tree.root.joinpath(*file.parts[:-1]) for file in tree.files if file.parts}
     for directory in directories | {above for path in directories for above in path.parents}:

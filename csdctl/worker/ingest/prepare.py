@@ -179,7 +179,6 @@ def _write(
     *,
     is_in_place: bool,
 ) -> None:
-    """Append the samples that are missing. Raises WorkerError if they do not fit on the disk."""
     num_missing = 0 if is_in_place else source.num_samples - partial.info.num_read
     check_free_space(source.sample_bytes * num_missing, spec.store, "prepared data")
     # What may never end must not fill the disk.
@@ -197,13 +196,11 @@ def _progress_of(info: DatasetInfo, num_total: int) -> PrepareProgress:
 
 
 def _is_own_file(spec: PrepareSpec, path: Path) -> bool:
-    """Return whether the path of the data is the file of the function that returns it."""
     file = Path(spec.function.rpartition(":")[0])
     return bool(spec.function) and path.is_file() and path.read_bytes() == file.read_bytes()
 
 
 def _is_as_stored(source: ArraySource, spec: PrepareSpec) -> bool:
-    """Return whether neither samples nor labels need a conversion before they are read."""
     samples, labels = source.inputs[""], source.outputs[""]
     stored = conform(source.rows(0, 0), spec)
     forms = (stored.samples.dtype, stored.samples.shape[1:], stored.labels.dtype)
@@ -232,7 +229,6 @@ def conform(block: Block, spec: PrepareSpec) -> Block:
 
 
 def _store_label(name: str, field: Array, spec: PrepareSpec) -> Array:
-    """Return labels as int32, or float32 as the public data's, or wide integers of a regression."""
     is_value = spec.is_regression and not spec.classes and not np.can_cast(field.dtype, np.int32)
     dtype, _ = spec.labels.get(name, ("float32" if is_value else "int32", ()))
     if field.dtype.kind not in "iu" or name == SAMPLE_WEIGHT or dtype == "float32":
@@ -247,7 +243,6 @@ def _store_label(name: str, field: Array, spec: PrepareSpec) -> Array:
 def _check_finite(
     what: str, given: Mapping[str, Array], stored: Mapping[str, Array], block: Block, spec: PrepareSpec
 ) -> None:
-    """Raise WorkerError, exit code 2, if stored values are NaN or infinite."""
     for name, field in stored.items():
         if field.dtype.kind != "f" or (spec.allows_nan and name != SAMPLE_WEIGHT) or np.isfinite(field).all():
             continue
@@ -357,7 +352,6 @@ def _measure_pictures(tree: Tree) -> PictureSizes | None:
 
 
 def _find_label(tree: Tree, spec: PrepareSpec) -> str:
-    """Return the column of a table that is called as a label. Raises WorkerError if that is not clear."""
     names = read_columns(tree.path_of(next(file for file in tree.files if is_table(file, tree))), spec.source)
     labels = [name for name in names if name.lower() in LABEL_COLUMNS] or (names if len(names) == 1 else [])
     if len(labels) == 1:

@@ -395,7 +395,6 @@ def check_event(event: Event, nodes: Sequence[str], sender: int | None = None) -
 
 
 def _check_is_own(event: Event) -> None:
-    """Raise ProtocolError when a rank other than 0 reports what only rank 0 knows."""
     name = type(event).__name__
     if isinstance(event, FROM_RANK_0):
         raise ProtocolError(f"{name}: expected only from rank 0")

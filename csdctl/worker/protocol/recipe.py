@@ -74,7 +74,6 @@ def _read_argument(value: Any, *, may_be_list: bool = True) -> Any:
 
 
 def _read_layer(written: Any) -> Any:
-    """Return the layer of {until: LAYER}."""
     if not written:
         return ""
     if not isinstance(written, dict) or written.keys() != {"until"} or not written["until"]:

@@ -153,7 +153,6 @@ class ModelCompiler:
         return [self._with_files(model, what, directory) for (model, _, what), directory in pairs]
 
     def _directory_of(self, request: CompileRequest) -> Path:
-        """Return where the files are, by all that they follow from."""
         versions = [find_version(*names) for names in (TENSORFLOW, ("keras",), ("numpy",))]
         described = json.dumps([to_json(request), self.worker.sha256, *versions])
         return self.space.project.models / f"step-{hashlib.sha256(described.encode()).hexdigest()[:32]}"

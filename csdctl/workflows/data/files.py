@@ -222,7 +222,6 @@ def have_hashes(directory: Path, names: Sequence[str]) -> bool:
 
 
 def _files_of(directory: Path) -> list[str]:
-    """Return the names of the files of a built model."""
     return [*MODEL_FILES, *(name for name in PART_FILES if (directory / name).exists())]
 
 

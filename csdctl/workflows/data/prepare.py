@@ -146,7 +146,6 @@ def _key(job: Job) -> str:
 def _check_augment(
     job: Job, model: SerializedModel, public: DatasetInfo, worker: StoredFile, space: Workspace, *, say: Say
 ) -> None:
-    """Raise InputError if the job's augmentation does not return what a rank can train on."""
     code = model.user_code
     if not job.recipe.augment or code is None:
         return

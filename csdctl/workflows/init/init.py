@@ -138,7 +138,6 @@ def choose_loss(looks: Looks) -> LossChoice | None:
 
 
 def _guess(output: OutputInfo, data: DatasetInfo, name: str) -> LossChoice:
-    """Return a loss that labels and last layer suggest."""
     dtype, shape = data.labels[name]
     largest = data.max_labels.get(name, -1) if dtype.startswith(("int", "uint")) else -1
     seen = f"labels are {dtype}" + (f" 0…{largest}" if largest >= 0 else "")
@@ -225,7 +224,6 @@ def render_job(sources: Sources, looks: Looks) -> str:
 
 
 def _data(sources: Sources, looks: Looks) -> Iterator[tuple[str, str]]:
-    """Yield the entries of the data section, and why."""
     look = looks.public
     yield f"public: {_value(sources.public)}", describe_data(look)
     if sources.validation and looks.validation:
@@ -260,7 +258,6 @@ def _data(sources: Sources, looks: Looks) -> Iterator[tuple[str, str]]:
 
 
 def _recipe(of_script: Mapping[str, Any], looks: Looks) -> Iterator[tuple[str, str]]:
-    """Yield the entries of the recipe, and why."""
     compiled, outputs = looks.model.compiled, looks.model.outputs
     yield from ((f"{key}: {_value(value)}", "from fit") for key, value in of_script.items())
     if not of_script:
@@ -297,7 +294,6 @@ def _optimizer(model: ModelInfo, *, has_script: bool) -> Iterator[tuple[str, str
 
 
 def _value(value: Any) -> str:
-    """Return a value as YAML on one line."""
     text: str = yaml.safe_dump(
         value, default_flow_style=True, sort_keys=False, allow_unicode=True, width=math.inf
     )
@@ -377,7 +373,6 @@ def init_job(request: InitRequest, directory: Path, say: Say, on_progress: OnPro
 
 
 def _check_script(script: Path, request: InitRequest) -> Path:
-    """Return the file to write the functions of a script to. Raises InputError."""
     if script.suffix == ".ipynb":
         remedy = f"jupyter nbconvert --to script {script}, or call csdctl.Job.from_model in the notebook"
         raise InputError(f"{script} is a notebook, expected a script", remedy=remedy)
@@ -485,7 +480,6 @@ def _written_from(base: Path, text: str, option: str = "") -> str:
 
 
 def _find_code(references: list[str], paths: tuple[Path, ...], base: Path) -> tuple[str, ...]:
-    """Return the files and packages `paths`, and modules beside files of the job that these import."""
     files = [base / reference for reference in references if reference.endswith(".py")]
     modules = [module for file in files for module in _find_beside(file) if module not in files]
     code = [*(path.absolute() for path in paths), *modules]
@@ -493,7 +487,6 @@ def _find_code(references: list[str], paths: tuple[Path, ...], base: Path) -> tu
 
 
 def _find_beside(file: Path) -> tuple[Path, ...]:
-    """Return the modules and packages beside a Python file that it imports."""
     paths = sorted(file.parent.iterdir())
     is_package = {path: path.name.isidentifier() and any(path.glob("*.py")) for path in paths}
     return find_imported(file, [path for path in paths if path.suffix == ".py" or is_package[path]])
@@ -511,14 +504,12 @@ class _Looking:
     on_progress: OnProgress
 
     def record(self, script: Path) -> ScriptFit:
-        """Run a script up to its call of `fit`. Raises InputError if it does not get there."""
         self.say(f"running {script} up to its call of fit")
         call = partial(call_worker, self.host, sys.executable, self.worker.path, doing=f"running {script}")
         request = ScriptRequest(str(script), self.request.options)
         return call("record", request, ScriptFit, patience=within(SCRIPT_DEADLINE_S))
 
     def look(self, sources: Sources) -> Looks:
-        """Return what model and data look like. Raises InputError."""
         self.say(f"inspecting the model: {self.request.script or sources.model}")
         job = self._parse(render_draft(sources))
         try:
@@ -533,7 +524,6 @@ class _Looking:
         return Looks(model, public, self._look_at_validation(job, model, public))
 
     def check(self, sources: Sources, looks: Looks) -> InputError | None:
-        """Return what `prepare` would say to the job file, None if it is content."""
         try:
             model = self._serialize(self._parse(render_job(sources, looks)), looks.public.info)
             validation = looks.validation.info if looks.validation else None

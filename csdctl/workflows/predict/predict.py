@@ -120,7 +120,6 @@ def _columns(block: ResultBlock, names: Sequence[str]) -> dict[str, Iterable[Any
 
 
 def _arrays(blocks: Sequence[ResultBlock], names: Sequence[str]) -> dict[str, Any]:
-    """Return the arrays of a .npz file, each with all rows."""
     arrays: dict[str, Any] = {
         "data": np.array([block.data for block in blocks for _ in block.rows], "U"),
         "node": np.array([block.node for block in blocks for _ in block.rows], "U"),
@@ -443,7 +442,6 @@ class Prediction:
         return ResultBlock(part.data, machine, np.arange(len(records)), fields, extracted.num_computed)
 
     def _check_dtype(self, info: DatasetInfo, part: Part) -> Any:
-        """Return the type of a row. Raises RemoteCommandError if it is not what was asked for."""
         names = [name for rule in self.rules for name in rule.fields]
         expected = {name: "int32" if name.endswith("class") else "float32" for name in names}
         fields = info.inputs

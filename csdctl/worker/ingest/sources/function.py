@@ -162,7 +162,6 @@ class Elements(DecodedSource):
                 yield block_at(first + num_skipped, samples[num_skipped:], labels[num_skipped:])
 
     def _records(self) -> Iterator[tuple[Array, Array]]:
-        """Yield samples and labels. Raises StructureError, and WorkerError for whatever fails."""
         while (element := self._function.guard(lambda: next(self._elements, END))) is not END:
             inputs, outputs = (to_arrays(parts, self._axes) for parts in name_parts(element, self._spec))
             samples = to_records(inputs, self._axes)
@@ -213,7 +212,6 @@ def call_function(tree: Tree, spec: PrepareSpec, threads: int) -> SampleSource:
 
 
 def _open_dataset(returned: Any, function: UserFunction, spec: PrepareSpec, threads: int) -> Elements:
-    """Return a tf.data.Dataset as a source. Raises StructureError or WorkerError."""
     size = int(returned.cardinality())
     if size == tf.data.INFINITE_CARDINALITY:
         raise StructureError("returned a tf.data.Dataset without an end", ENDING)
@@ -243,7 +241,6 @@ def _is_batched(inputs: Parts, shapes: list[tuple[int | None, ...]], spec: Prepa
 
 
 def _open_py_dataset(returned: Any, function: UserFunction, spec: PrepareSpec, threads: int) -> Elements:
-    """Return a keras.utils.PyDataset as a source. Raises StructureError or WorkerError."""
     num_batches = function.guard(lambda: returned.num_batches)
     if num_batches is None:
         raise StructureError("returned a PyDataset without an end", "give it a length: def __len__(self)")
@@ -362,7 +359,6 @@ def to_arrays(parts: Mapping[str, Any], num_axes: int) -> dict[str, Array]:
 
 
 def _to_array(part: Any, where: str) -> Array:
-    """Return an array or tensor as an array of numbers. Raises StructureError."""
     if hasattr(part, "to_tensor"):
         raise StructureError(f"returned a ragged tensor{where}", "pad it: to_tensor(shape=…)")
     if hasattr(part, "dense_shape"):

@@ -123,7 +123,6 @@ class ImageDecoder:
         return self._fit(self._pillow.Image.fromarray(image[..., 0] if image.shape[2] == 1 else image))
 
     def _load(self, image: Any) -> Any:
-        """Decode an image and turn it upright."""
         if image.format == "JPEG":
             # The decoder itself reduces the image, which saves most work.
             image.draft("RGB", [SPARE_SCALE * max(self._size)] * 2)

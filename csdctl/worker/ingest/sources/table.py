@@ -86,7 +86,6 @@ def _as_input(values: Array) -> Array:
 
 
 def _read_header(paths: Sequence[Path], spec: PrepareSpec) -> list[str]:
-    """Return the columns, which all files have. Raises WorkerError."""
     headers = {path: read_columns(path, spec.source) for path in paths}
     columns = headers[paths[0]] if paths else []
     if not columns:

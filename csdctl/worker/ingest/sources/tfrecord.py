@@ -120,7 +120,6 @@ class RecordFiles(DecodedSource):
         return self._decoder.fit(raw) if self._decoder else raw
 
     def _read_label(self, values: Feature) -> float:
-        """Return an integer label, a float, or the index of a class given by name."""
         label = values[0] if len(values) == 1 else None
         if isinstance(label, bytes):
             label = self._label_of.get(label.decode(errors="replace"))
