@@ -34,6 +34,7 @@ OF_RANKS = tuple(f"ranks/{name}" for name in FILES)
 """The step of the ranks that compute the first part of a model, which is cut in two."""
 REASON = "reason.json"
 DEADLINE_S = 600.0
+NO_DATA = DatasetInfo("", 0, (), "", label_shape=(), max_label=-1, fingerprint="")
 
 Compilation = tuple[SerializedModel, CompileRequest, str]
 """A model, the request to compile it, and what that is, in words."""
@@ -117,7 +118,7 @@ class ModelCompiler:
             model.architecture.path,
             model.weights.path,
             Recipe(input_range=model.info.recipe.input_range),
-            data=DatasetInfo("", 0, self.public.sample_shape, self.public.dtype, (), -1, ""),
+            data=replace(NO_DATA, sample_shape=self.public.sample_shape, dtype=self.public.dtype),
             output="",
             code=model.user_code if model.info.needs_code else None,
             is_forward=True,
