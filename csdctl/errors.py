@@ -19,25 +19,29 @@ A message says what was received, what was expected and what to do about it. `no
 machine. The command line prints message and remedy, and a traceback only with `-vv`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from enum import IntEnum
 
-_MARK = "\0"
+_naming: list[Callable[[str], str]] = [str]
 
 
 def option(name: str) -> str:
-    """Return the name of an option for a message. Each interface shows it by the name that it has there.
+    """Return the name that an option has in this interface, for a message.
 
     `name` is the field or the argument in Python. The option min_nodes is --min-nodes on the command line.
     """
-    return f"{_MARK}{name}{_MARK}"
+    return _naming[-1](name)
 
 
-def name_options(text: str, rename: Callable[[str], str]) -> str:
-    """Return `text` with the options in it by the names that `rename` gives them."""
-    parts = text.split(_MARK)
-    parts[1::2] = map(rename, parts[1::2])
-    return "".join(parts)
+@contextmanager
+def naming_options(rename: Callable[[str], str]) -> Iterator[None]:
+    """Name options in messages so, not as in Python."""
+    _naming.append(rename)
+    try:
+        yield
+    finally:
+        _naming.pop()
 
 
 class ExitCode(IntEnum):
@@ -60,27 +64,7 @@ class CsdctlError(Exception):
 
     def __init__(self, message: str, *, remedy: str = "", node: str = "") -> None:
         super().__init__(message)
-        self._message, self._remedy, self.node = message, remedy, node
-        self.rename_option: Callable[[str], str] = str
-        """Returns the name of an option in the interface that shows the error. By default, in Python."""
-
-    @property
-    def message(self) -> str:
-        """What happened: what was received, and what was expected."""
-        return name_options(self._message, self.rename_option)
-
-    @message.setter
-    def message(self, message: str) -> None:
-        self._message = message
-
-    @property
-    def remedy(self) -> str:
-        """What to do. '' if nothing is known."""
-        return name_options(self._remedy, self.rename_option)
-
-    @remedy.setter
-    def remedy(self, remedy: str) -> None:
-        self._remedy = remedy
+        self.message, self.remedy, self.node = message, remedy, node
 
     def __str__(self) -> str:
         where = f"{self.node}: " if self.node else ""

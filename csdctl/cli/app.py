@@ -17,7 +17,7 @@ from typer.core import TyperCommand, TyperGroup
 from csdctl import __version__
 from csdctl.cli.call import QUIET, VERBOSE, open_streams, own_arguments, typed
 from csdctl.cli.options import SELECTION
-from csdctl.errors import CsdctlError, ExitCode, InputError
+from csdctl.errors import CsdctlError, ExitCode, InputError, naming_options
 from csdctl.fleet.requirements import explain_import
 from csdctl.runs.private import STATE_DIRECTORY, check_private
 from csdctl.terminal.streams import Streams, protect_standard_streams
@@ -236,6 +236,7 @@ def main() -> None:
     sys.exit(run_command(typed, open_streams()))
 
 
+@naming_options(lambda name: FLAGS.get(name, f"--{name.replace('_', '-')}"))
 def run_command(arguments: Sequence[str], streams: Streams) -> int:  # noqa: C901
     """Run one command line and return its exit code. Every error becomes a message here."""
     typed[:] = arguments
@@ -299,7 +300,6 @@ def _wrap_os_error(error: OSError) -> CsdctlError:
 
 def _report(streams: Streams, arguments: Sequence[str], error: CsdctlError) -> int:
     """Show an error, with --json also as JSON, and return its exit code."""
-    error.rename_option = lambda name: FLAGS.get(name, f"--{name.replace('_', '-')}")
     where = f"{error.node}: " if error.node else ""
     streams.errors.print("error:", style="bold red", end=" ")
     streams.errors.print(f"{where}{error.message}")

@@ -43,12 +43,15 @@ from csdctl.workflows.train.spec import RunContext, RunData, RunModel, read_plan
 from csdctl.workflows.workspace.event_stream import EventStream, OnProgress
 from csdctl.workflows.workspace.workspace import call_machine
 
-OTHER_STRATEGY = f"train with {option('strategy')} data-parallel"
 COMPUTING, FETCHING, GATHERING = "computing features", "fetching features", "gathering features"
 MAX_HEADER_BYTES = 1 << 16
 """The longest header of a .npy file with features."""
 NUM_CHECKED_ROWS = 256
 """Stored features of a machine that `verify` computes again."""
+
+
+def _other_strategy() -> str:
+    return f"train with {option('strategy')} data-parallel"
 
 
 class Strategy:
@@ -123,7 +126,7 @@ def cut_model(
 def check_split(context: RunContext) -> None:
     """Raise InputError unless job and fleet allow that a model is split."""
     if context.space.fleet.networks:
-        raise InputError("a model is split on one server; this fleet has several", remedy=OTHER_STRATEGY)
+        raise InputError("a model is split on one server; this fleet has several", remedy=_other_strategy())
     check_job(context.job)
 
 
@@ -133,14 +136,14 @@ def check_job(job: Job) -> None:
         raise InputError(
             f"{job.path}: data.private.noise hides each sample in a sum, and activations leave their node "
             "one by one",
-            remedy=OTHER_STRATEGY,
+            remedy=_other_strategy(),
         )
     if job.data.private and job.data.private.activations != "may-leave":
         raise InputError(
             f"{job.path}: splitting the model sends activations and labels of private samples to the host, "
             "which the job does not allow",
             remedy="add `activations: may-leave` to data.private (docs/how-to/split.md), "
-            f"or {OTHER_STRATEGY}",
+            f"or {_other_strategy()}",
         )
 
 
@@ -150,7 +153,7 @@ def find_cut(info: ModelInfo, layer: str) -> CutInfo:
         raise InputError(
             f"{info.name} cannot be split: it is not a functional model with a single tensor "
             "between two layers",
-            remedy=OTHER_STRATEGY,
+            remedy=_other_strategy(),
         )
     for cut in info.cuts:
         if cut.layer == layer and cut.num_bytes:

@@ -35,7 +35,6 @@ from csdctl.workflows.workspace.workspace import open_workspace
 TIME_TO_ACCURACY: Final = "time-to-accuracy"
 FIT: Final = "fit"
 STANNIS: Final = "stannis"
-BY_FIT = f"{option('method')} {FIT}"
 """The option that chooses the fit method, in messages."""
 CONFIRM_DURATION_S = 3.0
 """The shortest time for which Algorithm 1's batch sizes are measured again."""
@@ -70,20 +69,21 @@ class TuneOptions:
     def __post_init__(self) -> None:
         check_fields(self)
         check_strategy(self.strategy, self.cut)
+        by_fit = f"{option('method')} {FIT}"
         if self.strategy in (FEATURES, SPLIT) and (self.method != FIT or not self.is_host_training):
             raise InputError(
-                f"{option('strategy')} {self.strategy} needs {BY_FIT}, and a host that trains",
+                f"{option('strategy')} {self.strategy} needs {by_fit}, and a host that trains",
                 remedy=f"leave out {option('method')} and {option('is_host_training=False')}, "
                 "or the strategy",
             )
         if self.method != FIT and self.limits.given:
             raise InputError(
                 f"{self.method} takes no limits, received {', '.join(self.limits.given)}",
-                remedy=f"leave them out, or use {BY_FIT}",
+                remedy=f"leave them out, or use {by_fit}",
             )
         if self.goal == TIME_TO_ACCURACY and (self.method != FIT or self.limits.global_batch):
             raise InputError(
-                f"{option('goal')} {TIME_TO_ACCURACY} chooses the global batch size, with {BY_FIT}",
+                f"{option('goal')} {TIME_TO_ACCURACY} chooses the global batch size, with {by_fit}",
                 remedy=f"leave out {option('limits.global_batch')} and {option('method')}, "
                 f"or {option('goal')}",
             )
@@ -112,7 +112,7 @@ def tune_job(job: Job, fleet: Fleet, directory: Path, options: TuneOptions, even
     if not fleet.host.trains:
         options = replace(options, is_host_training=False)
     if not options.is_host_training and (options.method == STANNIS or not fleet.nodes):
-        raise InputError(f"a host that does not train needs at least one node, and {BY_FIT}")
+        raise InputError(f"a host that does not train needs at least one node, and {option('method')} {FIT}")
     noise_scale = None
     if options.goal == TIME_TO_ACCURACY:
         noise_scale = find_noise_scale(ProjectDirectory(directory), job.name)
