@@ -40,7 +40,7 @@ class MachineEnergy:
 
     @property
     def coverage(self) -> float:
-        """The share of the training whose energy is known, 0…1."""
+        """The share of the training whose energy is known."""
         return min(self.seconds / self.window_s, 1.0) if self.window_s > 0 else 0.0
 
     @property
@@ -55,7 +55,7 @@ class MachineEnergy:
 
     @property
     def joules_per_sample(self) -> float | None:
-        """Energy for each sample that was computed. None unless the energy of all the training is known."""
+        """Energy for each sample. None unless the energy of all the training is known."""
         return self.joules / self.samples if self.coverage >= ENOUGH and self.samples else None
 
     def describe(self) -> str:

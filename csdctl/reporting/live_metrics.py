@@ -41,8 +41,6 @@ def serve_metrics(address: str) -> Callable[[dict[str, Any]], None]:
 
 
 class _Figures:
-    """Counters and gauges of one run. A callback of its events."""
-
     def __init__(self, registry: Any) -> None:
         from prometheus_client import Counter, Gauge, Info
 
@@ -64,15 +62,16 @@ class _Figures:
         self._memory = gauge("memory_bytes", "Memory of the rank's process.", ("node",))
         self._temperature = gauge("cpu_temperature_celsius", "CPU temperature of the machine.", ("node",))
         self._batch_size = gauge("batch_size", "Batch size of the rank with this number.", ("rank",))
-        self._progress = {
-            "epoch": gauge("epoch", "Current epoch, from 1."),
-            "step": gauge("step", "Current step of the epoch."),
-            "loss": gauge("loss", "Training loss over all ranks."),
-            "accuracy": gauge("accuracy", "Training accuracy over all ranks."),
-            "validation_loss": gauge("validation_loss", "Validation loss after the last epoch."),
-            "validation_accuracy": gauge("validation_accuracy", "Validation accuracy after the last epoch."),
-            "learning_rate": gauge("learning_rate", "Learning rate."),
+        progress = {
+            "epoch": "Current epoch, from 1.",
+            "step": "Current step of the epoch.",
+            "loss": "Training loss over all ranks.",
+            "accuracy": "Training accuracy over all ranks.",
+            "validation_loss": "Validation loss after the last epoch.",
+            "validation_accuracy": "Validation accuracy after the last epoch.",
+            "learning_rate": "Learning rate.",
         }
+        self._progress = {name: gauge(name, text) for name, text in progress.items()}
 
     def __call__(self, event: dict[str, Any]) -> None:
         self._run.info({"run": event["run"]})

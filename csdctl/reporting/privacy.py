@@ -60,26 +60,20 @@ REMARKS: dict[str, str] = {
     TrafficClass.TEST_SUMS: "constants that `doctor` and `tune` sum to check and measure the network",
 }
 """What may be learnt from the bytes of each traffic class."""
-NOISY_GRADIENT = (
-    "in this run, private samples contribute one sum of clipped gradients with noise per node and step; loss "
-    "and metric sums cover only public samples. Runs without noise reveal as much as they would if "
-    "this run had no noise"
-)
-NOISY_MODEL = (
-    "weights and optimizer state, which in this run depend on private samples only through the noisy sums"
-)
+NOISY_REMARKS: dict[str, str] = REMARKS | {
+    TrafficClass.GRADIENT: "in this run, private samples contribute one sum of clipped gradients with noise "
+    "per node and step; loss and metric sums cover only public samples. Runs without noise reveal as much as "
+    "they would if this run had no noise",
+    TrafficClass.MODEL: "weights and optimizer state, which in this run depend on private samples only "
+    "through the noisy sums",
+}
+"""The same for a run with noise."""
 BATCH_NORM = (
     "If the model has batch normalization, its moving statistics are sent with the gradient: means and "
     "variances of a node's activations."
 )
 SENSITIVITY = 2.0
 """How far one replaced sample moves a sum, in clipping norms."""
-
-
-def remarks_on(*, has_noise: bool) -> dict[str, str]:
-    """Return what may be learnt from the bytes of each traffic class of a run."""
-    noisy: dict[str, str] = {TrafficClass.GRADIENT: NOISY_GRADIENT, TrafficClass.MODEL: NOISY_MODEL}
-    return REMARKS | (noisy if has_noise else {})
 
 
 @dataclass(frozen=True)
@@ -89,7 +83,6 @@ class Flow:
     sender: str
     receiver: str
     kind: str
-    """The traffic class."""
     num_bytes: int
     is_between_servers: bool = False
 
@@ -152,10 +145,8 @@ def has_accountant() -> bool:
 def check_accountant() -> None:
     """Raise InputError when dp-accounting is not installed."""
     if not has_accountant():
-        raise InputError(
-            "data.private.noise needs the accountant dp-accounting, which is not installed",
-            remedy=explain_extra("privacy"),
-        )
+        problem = "data.private.noise needs the accountant dp-accounting, which is not installed"
+        raise InputError(problem, remedy=explain_extra("privacy"))
 
 
 def compute_epsilon(noise: Noise, num_releases: int) -> float:
@@ -223,11 +214,10 @@ def count_passes(events: Iterable[Event], num_ranks: int) -> "PassCounter":
 class PassCounter:
     """Counts, from the events of a run in order, how often each rank began to read its samples, at most.
 
-    The bound follows rank 0, whose events reach csdctl without a network: all ranks that take part are in
-    the same epoch. An epoch counts again for all when rank 0 begins again, because they may read the samples
-    of all steps since a checkpoint a second time. It counts again for a rank that comes back, which reads the
-    samples of the step in which it was lost a second time. Where the events break off, what may have followed
-    counts.
+    The bound follows rank 0: all ranks that take part are in the same epoch. An epoch counts again for all
+    when rank 0 begins again: they may read samples since a checkpoint twice. It counts again for a rank that
+    comes back, which reads the step in which it was lost twice. Where the events break off, what may have
+    followed counts.
     """
 
     def __init__(self, num_ranks: int) -> None:
@@ -283,7 +273,6 @@ class PassCounter:
         self._count_passes(self._members)
 
     def _count_begun(self) -> None:
-        """Count the epoch that may have begun after the last one ended."""
         if self._is_between:
             self._count_passes(self._members)
         self._is_between = False

@@ -19,31 +19,20 @@ from csdctl.reporting.tally import Tally, members_of
 from csdctl.runs.directory import Manifest, ProjectDirectory, RunDirectory
 from csdctl.runs.ledger import MEASURED, read_power
 from csdctl.tuning.plan import DATA_PARALLEL, SPLIT
-from csdctl.worker.protocol.events import (
-    MAX_STEPS,
-    CheckpointSaved,
-    EpochEnd,
-    Event,
-    Failed,
-    Finished,
-    Joined,
-    NodeLost,
-    Progress,
-    Rebalanced,
-)
-from csdctl.worker.protocol.events import STOPPED as ASKED_TO_STOP
+from csdctl.worker.protocol import events
+from csdctl.worker.protocol.events import EpochEnd, Event, Progress
 
 COMPLETED, STOPPED, FAILED, INTERRUPTED = "completed", "stopped", "failed", "interrupted"
 RUNNING = "running"
-"""States of a run: `stopped` by the user, and `interrupted` when its csdctl was killed."""
+"""States of a run. `completed`: every rank that took part at the end has sent a completion record. `stopped`:
+by the user. `interrupted`: csdctl did not record its end."""
 NUM_COMPARED, MIN_COMPARED_STEPS, MAX_COMPARED_EVENTS = 8, 20, 10_000
 """The runs whose throughput is compared with their forecast, the steps that each must have, and the first
 events of each that are read: about an hour of them."""
 RESULTS = ("loss", "accuracy", "validation_loss", "validation_accuracy", "metrics", "validation_metrics")
 """Results of an epoch."""
 MAX_EPOCHS = 1000
-"""Epochs whose noise scale is remembered, and epochs whose weights are not yet known to be the same on all
-ranks. A run that goes well has one of the latter at a time."""
+"""Epochs whose noise scale is remembered, and epochs whose weights are not yet known to be the same."""
 MAX_FAILURES = 100
 """Failures that a summary lists, the first ones."""
 NO_EPOCH = EpochEnd(
@@ -82,8 +71,6 @@ class RunSummary:
 
     run_id: str
     state: str
-    """'completed': every rank that took part at the end has sent a completion record. 'stopped': by the user.
-    'interrupted': csdctl did not record its end. 'running'. 'failed'."""
     emulated: bool
     method: str
     num_ranks: int
@@ -97,8 +84,7 @@ class RunSummary:
     """Throughput: samples over step time, without evaluation and checkpoints."""
     predicted_samples_per_s: float | None
     alone_samples_per_s: float | None
-    """The sum of the ranks' standalone throughput. With a split: the throughput if its busiest rank never
-    waited."""
+    """The sum of the ranks' standalone throughput. Of a split: if its busiest rank never waited."""
     efficiency: float | None
     """samples_per_s over `alone_samples_per_s`, 0…1."""
     loss: float | None
@@ -106,7 +92,7 @@ class RunSummary:
     validation_loss: float | None
     validation_accuracy: float | None
     metrics: Mapping[str, float]
-    """Metrics of the last epoch, other than the accuracy. `validation_metrics`: on the validation data."""
+    """Metrics of the last epoch, other than the accuracy."""
     validation_metrics: Mapping[str, float]
     identical_weights: bool
     failures: tuple[str, ...]
@@ -115,7 +101,6 @@ class RunSummary:
     num_private_unread: int
     """Private samples, counted once per epoch, that were not read because their node was absent."""
     num_rebalanced: int
-    """The number of times that batch sizes changed."""
     ranks: tuple[RankSummary, ...]
     privacy: Privacy | None = None
     """The guarantee for private samples. None without noise."""
@@ -123,17 +108,16 @@ class RunSummary:
     """What was computed where. `cut`: the last layer of the nodes, if the model was split."""
     cut: str = ""
     predicted_range: Range | None = None
-    """9 of 10 runs are expected between these samples/s. None: unknown."""
+    """9 of 10 runs are expected between these samples/s."""
     host_samples_per_s: float | None = None
     """Throughput that tuning predicted for the host alone, with the batch size of its choice."""
     noise_scale: float | None = None
-    """Gradient noise scale in samples, the median of all epochs. None: not known."""
+    """Gradient noise scale in samples, the median of all epochs."""
     energy: RunEnergy | None = None
     """None: no power source is configured in fleet.yaml."""
     best_epoch: int = 0
     """The epoch of best.keras: by what early stopping monitors, else by validation loss. 0: none."""
     best_validation_loss: float | None = None
-    """Validation loss of `best_epoch`."""
     left_out: tuple[str, ...] = ()
     """Nodes that the plan left out, because training is faster without them."""
     num_unreadable: int = 0
@@ -162,20 +146,15 @@ class RunFollower:
         self._members = frozenset(range(num_ranks))
         self.finished: dict[int, str] = {}
         """Why it ended before its last epoch, of each rank that has finished."""
-        self._open: dict[int, tuple[frozenset[int], dict[int, str]]] = {}
+        self.open_epochs: dict[int, tuple[frozenset[int], dict[int, str]]] = {}
         """Epochs that did not end with the same weights on all ranks: who has to report, and the hashes."""
 
     @property
     def state(self) -> str:
-        """As in `RunSummary.state`."""
+        """The state that the events show."""
         if self._members - self.finished.keys():
             return FAILED if self._has_failed else INTERRUPTED
-        return STOPPED if ASKED_TO_STOP in self.finished.values() else COMPLETED
-
-    @property
-    def has_identical_weights(self) -> bool:
-        """As in `RunSummary.identical_weights`."""
-        return self.last_epoch is not NO_EPOCH and not self._open
+        return STOPPED if events.STOPPED in self.finished.values() else COMPLETED
 
     def add(self, event: Event) -> None:
         """Add an event."""
@@ -183,19 +162,19 @@ class RunFollower:
         self.passes.add(event)
         if isinstance(event, Progress | EpochEnd):
             self._add_report(event)
-        elif isinstance(event, Joined):
+        elif isinstance(event, events.Joined):
             self._join(event)
-        elif isinstance(event, Finished):
+        elif isinstance(event, events.Finished):
             self.finished[event.rank] = event.reason
-        elif isinstance(event, Failed):
+        elif isinstance(event, events.Failed):
             self._has_failed = True
             if len(self.failures) < MAX_FAILURES:
                 self.failures.append(f"{event.node}: {event.message}")
-        elif isinstance(event, CheckpointSaved) and event.is_best and event.rank == 0:
+        elif isinstance(event, events.CheckpointSaved) and event.is_best and event.rank == 0:
             self.best_epoch = self.last_epoch  # the event names the epoch that begins
-        elif isinstance(event, NodeLost):
+        elif isinstance(event, events.NodeLost):
             self.lost_nodes[event.node] = None
-        self.num_rebalanced += isinstance(event, Rebalanced)
+        self.num_rebalanced += isinstance(event, events.Rebalanced)
 
     def _add_report(self, event: Progress | EpochEnd) -> None:
         self._has_failed = False
@@ -207,29 +186,28 @@ class RunFollower:
                 self.last_epoch = event
                 self.noise_scales.extend(() if event.noise_scale is None else (event.noise_scale,))
 
-    def _join(self, event: Joined) -> None:
+    def _join(self, event: events.Joined) -> None:
         self._members = members_of(event)
         for rank in self.tally.newcomers:
             self.finished.pop(rank, None)  # the run was resumed
-        for epoch, (needed, hashes) in [*self._open.items()]:  # not from ranks that were lost since
+        for epoch, (needed, hashes) in [*self.open_epochs.items()]:  # not from ranks that were lost since
             self._close_epoch(epoch, needed & self._members, hashes)
 
     def _compare_weights(self, event: EpochEnd) -> None:
         """Note the hash that a rank reports, before or after rank 0 does."""
         last = self.last_epoch
-        is_closed = event.epoch == last.epoch and event.epoch not in self._open
+        is_closed = event.epoch == last.epoch and event.epoch not in self.open_epochs
         if event.rank and is_closed and event.weights_hash == last.weights_hash:
             return  # of a rank that was lost since
-        needed, hashes = self._open.get(event.epoch, (self._members, {}))
+        needed, hashes = self.open_epochs.get(event.epoch, (self._members, {}))
         hashes[event.rank] = event.weights_hash
         self._close_epoch(event.epoch, self._members if event.rank == 0 else needed, hashes)
 
     def _close_epoch(self, epoch: int, needed: frozenset[int], hashes: dict[int, str]) -> None:
-        """Forget an epoch once all ranks that took part in its end agree."""
-        self._open.pop(epoch, None)
+        self.open_epochs.pop(epoch, None)
         is_closed = {0, *needed} <= hashes.keys() and len(set(hashes.values())) == 1
-        if not is_closed and len(self._open) < MAX_EPOCHS:
-            self._open[epoch] = needed, hashes
+        if not is_closed and len(self.open_epochs) < MAX_EPOCHS:
+            self.open_epochs[epoch] = needed, hashes
 
 
 def summarize(run_id: str, manifest: Manifest, run: RunFollower) -> RunSummary:
@@ -252,7 +230,7 @@ def summarize(run_id: str, manifest: Manifest, run: RunFollower) -> RunSummary:
     # --max-steps may end the run within an epoch, which has an end then, too.
     num_done = run.last_epoch.global_samples + run.last_epoch.num_lost
     num_samples = sum(shard.num_samples for shard in manifest.placed)
-    is_within_epoch = run.finished.get(0) == MAX_STEPS and num_done < num_samples
+    is_within_epoch = run.finished.get(0) == events.MAX_STEPS and num_done < num_samples
     reports = tally.ranks[0]
     samples_per_s, reachable = reports.throughput or 0.0, None
     if manifest.strategy == SPLIT:
@@ -283,7 +261,7 @@ def summarize(run_id: str, manifest: Manifest, run: RunFollower) -> RunSummary:
         alone_samples_per_s=reachable,
         efficiency=samples_per_s / reachable if reachable and samples_per_s else None,
         **{name: getattr(run.last_epoch, name) for name in RESULTS},
-        identical_weights=run.has_identical_weights,
+        identical_weights=run.last_epoch is not NO_EPOCH and not run.open_epochs,
         failures=tuple(run.failures),
         lost_nodes=tuple(run.lost_nodes),
         num_private_unread=tally.num_private_unread,
@@ -318,8 +296,8 @@ def read_results(run: RunDirectory) -> RunResults:
     """Add up the events of a run in one pass. Raises InputError for a run without any."""
     manifest = run.read_manifest()
     nodes = manifest.nodes
-    builder, follower, events = SeriesBuilder(nodes), RunFollower(len(nodes)), run.read_events(nodes)
-    for time_s, event in events.with_times():
+    builder, follower, stored = SeriesBuilder(nodes), RunFollower(len(nodes)), run.read_events(nodes)
+    for time_s, event in stored.with_times():
         builder.add(time_s, event)
         follower.add(event)
     summary, series = summarize(run.run_id, manifest, follower), builder.build()
@@ -328,7 +306,7 @@ def read_results(run: RunDirectory) -> RunResults:
     state, error = read_end(run)
     summary = replace(
         summary,
-        num_unreadable=events.num_unreadable,
+        num_unreadable=stored.num_unreadable,
         energy=energy if energy.machines else None,
         state=state or summary.state,
         failures=summary.failures or ((error,) if state == FAILED else ()),
@@ -347,8 +325,8 @@ def list_forecast_errors(project: ProjectDirectory) -> tuple[float, ...]:
             run, tally = project.find_run(run_id), Tally()
             manifest = run.read_manifest()
             nodes = manifest.nodes
-            events = run.read_events(nodes).skim() if manifest.predicted_range else ()  # of a trial
-            compared = (event for _, event in islice(events, MAX_COMPARED_EVENTS) if not tally.add(event))
+            stored = run.read_events(nodes).skim() if manifest.predicted_range else ()  # of a trial
+            compared = (event for _, event in islice(stored, MAX_COMPARED_EVENTS) if not tally.add(event))
             is_whole = all(len(getattr(event, "batch_sizes", nodes)) == len(nodes) for event in compared)
             predicted, rate = manifest.predicted_samples_per_s, tally.ranks[0].throughput
             if is_whole and predicted and rate and tally.ranks[0].steps >= MIN_COMPARED_STEPS:
@@ -368,7 +346,6 @@ class RunStatus:
 
     run_id: str
     state: str
-    """COMPLETED, STOPPED, FAILED, or INTERRUPTED for a run without an end."""
     job: str = ""
     strategy: str = DATA_PARALLEL
     num_ranks: int = 0
@@ -379,7 +356,6 @@ class RunStatus:
     step: int = 0
     """In that epoch. 0: it has ended."""
     samples_per_s: float | None = None
-    """Throughput of the run, as in its report."""
     loss: float | None = None
     accuracy: float | None = None
     validation_loss: float | None = None
@@ -388,7 +364,6 @@ class RunStatus:
     """Unix time."""
     emulated: bool = False
     reason: str = ""
-    """As in `RunSummary`."""
 
 
 def load_run_status(run: RunDirectory) -> RunStatus:

@@ -12,17 +12,8 @@ from statistics import median
 
 from csdctl.reporting.numbers import format_bytes
 from csdctl.reporting.tally import Amounts, Tally
-from csdctl.worker.protocol.events import (
-    EpochEnd,
-    Event,
-    Failed,
-    Joined,
-    Misbehaved,
-    NodeBack,
-    NodeLost,
-    Progress,
-    Warned,
-)
+from csdctl.worker.protocol import events
+from csdctl.worker.protocol.events import EpochEnd, Event, Progress
 
 MAX_INTERVALS = 128
 """A run with more has its intervals merged in pairs, and then half as many of twice the length."""
@@ -49,10 +40,7 @@ LATEST, MIN_LATEST = 0.25, 4
 
 
 class Timeline:
-    """Adds up quantities over time. Memory does not depend on the length of the run.
-
-    `amounts[series][quantity][interval]` is the sum of what fell into that interval.
-    """
+    """Adds up quantities over time: `amounts[series][quantity][interval]`, in memory of a fixed size."""
 
     def __init__(self, num_series: int, num_quantities: int) -> None:
         import numpy as np  # here, so that commands which only look after a fleet do without it
@@ -63,9 +51,9 @@ class Timeline:
         self.amounts = np.zeros((num_series, num_quantities, MAX_INTERVALS))
 
     def add(self, series: int, begin_s: float, end_s: float, amounts: Sequence[float]) -> None:
-        """Spread `amounts`, one per quantity, evenly over the time from `begin_s` to `end_s`.
+        """Spread `amounts`, one per quantity, evenly over seconds after the start of the first interval.
 
-        Both are seconds after the start of the first interval. What came before counts in it.
+        What came before counts in it.
         """
         import numpy as np
 
@@ -93,9 +81,8 @@ class EpochPoint:
     time_s: float
     """Unix time."""
     samples_per_s: float | None
-    """Throughput of all steps of the epoch that were reported. None: of no step."""
+    """Throughput of its reported steps. None: there are none."""
     results: dict[str, float]
-    """Loss and metrics that were computed."""
     learning_rate: float | None
 
 
@@ -112,10 +99,9 @@ class Fault:
 
 @dataclass
 class RunSeries:
-    """A run over time."""
+    """A run over time. What is by rank is in order of rank."""
 
     nodes: tuple[str, ...]
-    """Node of each rank, in order of rank."""
     start_s: float = 0.0
     """Unix time of the first event."""
     interval_s: float = FIRST_INTERVAL_S
@@ -126,19 +112,18 @@ class RunSeries:
     links: dict[int, tuple[float, int]] = field(default_factory=dict)
     """By rank: seconds for which rank 0 waited longest for its link, and bytes that it carried then."""
     global_samples: list[float] = field(default_factory=list)
-    """Samples of all ranks in the steps that rank 0 has reported, in each interval."""
+    """Samples of all ranks in each interval, as rank 0 has reported them."""
     epochs: tuple[EpochPoint, ...] = ()
     faults: list[Fault] = field(default_factory=list)
     cpu_s: dict[int, float] = field(default_factory=dict)
-    """CPU seconds of each rank's process, of the ranks that reported them."""
+    """CPU seconds of the ranks that reported them."""
     is_wait_divided: bool = True
-    """Whether the ranks told waiting from communication, and input from computing. If not, communication
-    counts as waiting, and input as computing."""
+    """Whether ranks told waiting from communication, which counts as waiting otherwise, and input from
+    computing."""
     hottest_c: dict[int, float] = field(default_factory=dict)
     """Highest temperature by rank, of the machines that have a sensor."""
     trained: list[tuple[float, float]] = field(default_factory=list)
-    """From the start of rank 0 to the latest steps that it has reported, in Unix time: once for the run, and
-    once more each time that rank 0 began again."""
+    """From each start of rank 0 to the latest steps that it has reported since, in Unix time."""
 
     @property
     def num_intervals(self) -> int:
@@ -190,7 +175,7 @@ class SeriesBuilder:
                 rate, results = self.tally.epoch.throughput, epoch_results(event)
                 self._drop_epochs(event.epoch)
                 self._epochs.append(EpochPoint(event.epoch, time_s, rate, results, event.learning_rate))
-        elif isinstance(event, Joined):
+        elif isinstance(event, events.Joined):
             for rank in self.tally.newcomers:
                 self._until_s[rank] = math.inf
             if event.is_start:
@@ -200,7 +185,9 @@ class SeriesBuilder:
         elif (what := _describe_fault(event)) and len(series.faults) < MAX_FAULTS:
             fault = Fault(time_s, event.node, what)
             series.faults.append(fault)
-            if isinstance(event, NodeLost) and event.rank == 0:  # without any other rank, training goes on
+            if (
+                isinstance(event, events.NodeLost) and event.rank == 0
+            ):  # without any other rank, training goes on
                 self._stop = fault
         return report
 
@@ -256,15 +243,15 @@ class SeriesBuilder:
 
 def _describe_fault(event: Event) -> str:
     """Return what has gone wrong, or come back. '' for any other event."""
-    if isinstance(event, NodeLost):
+    if isinstance(event, events.NodeLost):
         return f"lost: {event.message}"
-    if isinstance(event, Failed):
+    if isinstance(event, events.Failed):
         return f"failed: {event.message}"
-    if isinstance(event, Misbehaved):
+    if isinstance(event, events.Misbehaved):
         return f"reports rank {event.culprit}: {event.message}"
-    if isinstance(event, Warned):
+    if isinstance(event, events.Warned):
         return event.message
-    return "back" if isinstance(event, NodeBack) else ""
+    return "back" if isinstance(event, events.NodeBack) else ""
 
 
 def epoch_results(event: EpochEnd) -> dict[str, float]:

@@ -1,9 +1,8 @@
 """The results of runs as rows of text, for the terminal and for the HTML report.
 
-First the headline of a run: its result, what held it back, and what to do next. Last, runs of one model with
-0, 1, 2 … nodes: speed-up, efficiency and energy per image. Speed-up is the throughput over the throughput of
-the host alone, as in figure 6 of the STANNIS paper. Efficiency is the throughput over the sum of what the
-ranks reach alone, so that 100% loses nothing to waiting and communication.
+Speed-up is the throughput over the throughput of the host alone, as in figure 6 of the STANNIS paper.
+Efficiency is the throughput over the sum of what the ranks reach alone, so that 100% loses nothing to waiting
+and communication.
 """
 
 import json
@@ -12,6 +11,7 @@ from dataclasses import asdict, dataclass
 
 from csdctl.fleet.model import HOST_NAME
 from csdctl.fleet.names import format_node_names
+from csdctl.reporting import series
 from csdctl.reporting.numbers import (
     format_count,
     format_loss,
@@ -24,18 +24,7 @@ from csdctl.reporting.numbers import (
 )
 from csdctl.reporting.privacy import describe_privacy
 from csdctl.reporting.results import COMPLETED, FAILED, RUNNING, RunResults, RunSummary
-from csdctl.reporting.series import (
-    BY_COMPUTE,
-    BY_HEAT,
-    BY_INPUT,
-    BY_LINK,
-    COMMUNICATION,
-    MIN_SHARE,
-    OTHER,
-    WAIT,
-    Bottleneck,
-    find_bottleneck,
-)
+from csdctl.reporting.series import BY_COMPUTE, BY_LINK, Bottleneck, find_bottleneck
 from csdctl.runs.ledger import STATED
 from csdctl.tuning.plan import DATA_PARALLEL, SPLIT
 from csdctl.worker.protocol.events import MAX_STEPS
@@ -43,8 +32,8 @@ from csdctl.worker.protocol.recipe import Recipe
 
 ADVICE = {
     BY_COMPUTE: "Measure again with `csdctl tune`; if {node} stays slow, look for other programs there.",
-    BY_HEAT: "Cool {node}.",
-    BY_INPUT: "Store the prepared data of {node} on a faster drive.",
+    series.BY_HEAT: "Cool {node}.",
+    series.BY_INPUT: "Store the prepared data of {node} on a faster drive.",
     BY_LINK: "Use larger batches, which communicate less often, or a faster link.",
 }
 """What to do about a bottleneck, by its cause."""
@@ -64,7 +53,7 @@ KINDS = {
 
 
 def write_headline(run: RunResults) -> dict[str, str]:
-    """Return what decides, in three sentences by name."""
+    """Return its result, what held it back, and what to do next."""
     bottleneck = find_bottleneck(run.series)
     return {
         "result": describe_result(run.summary),
@@ -91,7 +80,6 @@ def describe_result(summary: RunSummary) -> str:
 
 
 def _describe_bottleneck(run: RunResults, bottleneck: Bottleneck) -> str:
-    """Return who held the ranks back, for how long, and what shows the cause."""
     if bottleneck.rank is None:
         return f"{bottleneck.cause}: {bottleneck.why}"
     node, since = run.series.nodes[bottleneck.rank], format_seconds(bottleneck.since_s)
@@ -108,20 +96,21 @@ def _describe_waiting(run: RunResults) -> str:
     if not step_s:
         return "unknown: no step was reported"
     run_s = sum(sum(seconds) for kinds in spent for seconds in kinds.values())
-    between = sum(sum(kinds[OTHER]) for kinds in spent) / run_s if run_s else 0.0
+    between = sum(sum(kinds[series.OTHER]) for kinds in spent) / run_s if run_s else 0.0
     ends = f"; evaluation and checkpoints took {format_share(between)} of the run" if between >= 0.15 else ""
     waited = f"{format_share(wait_s / step_s)} of the step time"
-    if len(ranks) > 1 and wait_s >= MIN_SHARE * step_s:
+    if len(ranks) > 1 and wait_s >= series.MIN_SHARE * step_s:
         if not run_s or not run.series.is_wait_divided:
             return f"waiting and communication, {waited}; the run did not record which rank was slow{ends}"
-        wait, sums = (sum(sum(kinds[kind]) for kinds in spent) / step_s for kind in (WAIT, COMMUNICATION))
+        wait, sums = (
+            sum(sum(kinds[kind]) for kinds in spent) / step_s for kind in (series.WAIT, series.COMMUNICATION)
+        )
         parts = f"{format_share(wait)} for slower ranks, {format_share(sums)} in communication"
         return f"waiting, {waited} ({parts}); no single rank caused it{ends}"
     return f"nothing: the ranks computed for {format_share(1 - wait_s / step_s)} of the step time{ends}"
 
 
 def _advise(run: RunResults, bottleneck: Bottleneck | None) -> str:
-    """Return the one thing to do next."""
     summary, predicted = run.summary, run.summary.predicted_samples_per_s
     if summary.state == RUNNING:
         return f"Follow it: `csdctl runs watch {summary.run_id}`."
@@ -283,29 +272,21 @@ def tabulate_faults(run: RunResults) -> DataTable:
     return DataTable(("after", "node", "what", "cost"), tuple(rows))
 
 
-def tabulate_energy(run: RunResults) -> DataTable:
-    """Return the energy of each machine whose power was read, and of all."""
-    energy = run.summary.energy
-    return DataTable(("machine", "energy"), tuple(energy.describe()) if energy else ())
-
-
 @dataclass(frozen=True)
 class ScalingPoint:
-    """One run."""
+    """One run. Energy is of all machines."""
 
     run_id: str
     num_nodes: int
-    """Number of nodes that train: a node with batch size 0 does not."""
+    """Number of nodes that train."""
     is_host_training: bool
     global_batch: int
     samples_per_s: float
-    """Throughput."""
     speedup: float | None
     efficiency: float | None
     joules_per_sample: float | None
-    """Energy of all machines for each sample. None where it is not known."""
     energy_origin: str | None
-    """Whether that energy was measured, or stated in fleet.yaml for a machine at least."""
+    """MEASURED, or STATED in fleet.yaml for a machine at least."""
     lost: tuple[str, ...]
     """Nodes that were lost on the way: the run had fewer for a part of it."""
 
@@ -319,7 +300,7 @@ class ScalingSeries:
     """One of the texts of KINDS."""
     host_samples_per_s: float | None
     host_source: str
-    """What `host_samples_per_s` is from: runs without nodes, or tuning."""
+    """Runs without nodes, or tuning."""
     origin: str
 
 
@@ -357,47 +338,38 @@ def build_scaling(runs: Sequence[RunResults], kind: str) -> ScalingSeries:
     )
 
 
-def describe_series(series: ScalingSeries) -> str:
+def describe_scaling(scaling: ScalingSeries) -> str:
     """Return what the series is, in a sentence."""
-    rate = format_rate(series.host_samples_per_s)
-    host = f"; the host alone: {rate} samples/s, by {series.host_source}" if series.host_samples_per_s else ""
-    fastest = max(series.points, key=lambda point: point.samples_per_s)
+    rate, host = format_rate(scaling.host_samples_per_s), ""
+    if scaling.host_samples_per_s:
+        host = f"; the host alone: {rate} samples/s, by {scaling.host_source}"
+    fastest = max(scaling.points, key=lambda point: point.samples_per_s)
     if fastest.speedup:
         host += f"; fastest with {fastest.num_nodes} nodes: {fastest.speedup:.2f} × the host alone"
-    return f"{len(series.points)} runs, {series.origin}; {series.kind}{host}"
+    return f"{len(scaling.points)} runs, {scaling.origin}; {scaling.kind}{host}"
 
 
-def tabulate_scaling(series: ScalingSeries) -> DataTable:
+def tabulate_scaling(scaling: ScalingSeries) -> DataTable:
     """Return a row for each run. `saved`: energy per image against the run without nodes, as in Table II."""
-    without = next((point.joules_per_sample for point in series.points if not point.num_nodes), None)
+    without = next((point.joules_per_sample for point in scaling.points if not point.num_nodes), None)
     rows = [
-        (
-            str(point.num_nodes),
-            point.run_id,
-            f"{point.global_batch:,}",
-            format_rate(point.samples_per_s),
-            "–" if point.speedup is None else f"{point.speedup:.2f}",
-            format_share(point.efficiency),
-            f"{point.joules_per_sample:.4g}" if point.joules_per_sample else "–",
-            format_share(1 - point.joules_per_sample / without)
+        {
+            "nodes": str(point.num_nodes),
+            "run": point.run_id,
+            "global batch": f"{point.global_batch:,}",
+            "samples/s": format_rate(point.samples_per_s),
+            "speed-up": "–" if point.speedup is None else f"{point.speedup:.2f}",
+            "efficiency": format_share(point.efficiency),
+            "J/image": f"{point.joules_per_sample:.4g}" if point.joules_per_sample else "–",
+            "saved": format_share(1 - point.joules_per_sample / without)
             if point.joules_per_sample and without
             else "–",
-            _remark(point),
-        )
-        for point in series.points
+            "remark": _remark(point),
+        }
+        for point in scaling.points
     ]
-    columns = (
-        "nodes",
-        "run",
-        "global batch",
-        "samples/s",
-        "speed-up",
-        "efficiency",
-        "J/image",
-        "saved",
-        "remark",
-    )
-    return DataTable(columns, tuple(rows)).without_empty_columns()
+    table = DataTable(tuple(rows[0]), tuple(tuple(row.values()) for row in rows))
+    return table.without_empty_columns()
 
 
 def _remark(point: ScalingPoint) -> str:

@@ -6,13 +6,13 @@ from pathlib import Path
 from rich.table import Table
 
 from csdctl.reporting.numbers import format_bytes
-from csdctl.reporting.privacy import BATCH_NORM, PROMISE, describe_privacy, remarks_on
+from csdctl.reporting.privacy import BATCH_NORM, NOISY_REMARKS, PROMISE, REMARKS, describe_privacy
 from csdctl.reporting.results import RunResults
 from csdctl.reporting.tables import (
     DataTable,
     ScalingSeries,
     describe_run,
-    describe_series,
+    describe_scaling,
     tabulate_faults,
     tabulate_ranks,
     tabulate_scaling,
@@ -71,7 +71,7 @@ def render_report(console: PrintableConsole, run: RunResults) -> None:
 
 def show_privacy(streams: Streams, report: PrivacyReport) -> None:
     """Print what left each machine, in one run and in all commands, and what it may reveal."""
-    remarks = remarks_on(has_noise=report.privacy is not None)
+    remarks = NOISY_REMARKS if report.privacy else REMARKS
     if streams.is_json:
         streams.result(document("csdctl.privacy/1", report, promise=PROMISE, remarks=remarks))
         return
@@ -105,7 +105,7 @@ def show_series(streams: Streams, kind: str, series: ScalingSeries) -> None:
     """Print one series of `scale`, as a table or as one line of JSON."""
     streams.result_line(document("csdctl.scaling/1", series))
     streams.say(f"\n{kind} scaling")
-    streams.console.print(_build_data_table(describe_series(series), tabulate_scaling(series)))
+    streams.console.print(_build_data_table(describe_scaling(series), tabulate_scaling(series)))
 
 
 def show_points(streams: Streams, points: Sequence[SeriesPoint]) -> None:

@@ -10,8 +10,7 @@ import pytest
 
 from csdctl.notify import make_printable
 from csdctl.placement.equation1 import Placed
-from csdctl.reporting.charts import _shares
-from csdctl.reporting.page import render_page
+from csdctl.reporting.page import _shares, render_page
 from csdctl.reporting.results import RunFollower, RunResults, read_results, summarize
 from csdctl.reporting.series import KINDS, SeriesBuilder
 from csdctl.reporting.tables import describe_settings

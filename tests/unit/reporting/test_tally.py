@@ -12,10 +12,9 @@ from typing import Any
 
 import pytest
 
-from csdctl.reporting.charts import speed_chart
 from csdctl.reporting.live_metrics import _Figures
 from csdctl.reporting.numbers import format_rate, format_seconds
-from csdctl.reporting.page import render_page
+from csdctl.reporting.page import render_page, speed_chart
 from csdctl.reporting.results import RunResults, load_run_status, read_results
 from csdctl.runs.directory import EventLog, ProjectDirectory, RunDirectory
 from csdctl.terminal.report import render_report
