@@ -38,7 +38,6 @@ from csdctl.reporting.results import RankSummary, RunStatus, RunSummary
 from csdctl.reporting.tables import ScalingPoint
 from csdctl.shipping.deliver import Delivery
 from csdctl.supervision import event_callbacks
-from csdctl.terminal.fleet import EmulatedFleet
 from csdctl.tuning.plan import Plan
 from csdctl.worker.protocol import events
 from csdctl.worker.protocol.datasets import DataLook, DatasetInfo
@@ -80,9 +79,12 @@ MEANINGS = {
     "owner_pid": "The process that the fleet ends with.",
     "path": "Path of the file or directory.",
     "ranks": "Each rank.",
+    "reason": "Why a run ended before its last epoch.",
     "remedy": "What to do; may be empty.",
     "run": "Id of the run.",
     "run_id": "Id of the run.",
+    "samples_per_s": "Throughput.",
+    "state": "completed, stopped, failed, or interrupted for a run without an end; running.",
     "strategy": "data-parallel, features or split.",
 }
 """Of fields without a docstring."""
@@ -186,7 +188,9 @@ DOCUMENTS = {
     ),
     "csdctl.emulate/1": shown(
         "`csdctl emulate up`, `status` and `down`",
-        EmulatedFleet,
+        fleet_path=(Path, "The fleet file."),
+        was_up=(bool, "Whether it was running before."),
+        owner_pid=(int | None, "The process whose end ends it."),
         emulated=(bool, "True."),
         nodes=(list[NodeStatus], "Each node; none after `down`."),
         num_processes=(int, "Processes that `down` ended."),

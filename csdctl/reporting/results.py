@@ -24,8 +24,7 @@ from csdctl.worker.protocol.events import EpochEnd, Event, Progress
 
 COMPLETED, STOPPED, FAILED, INTERRUPTED = "completed", "stopped", "failed", "interrupted"
 RUNNING = "running"
-"""States of a run. `completed`: every rank that took part at the end has sent a completion record. `stopped`:
-by the user. `interrupted`: csdctl did not record its end."""
+"""States of a run."""
 NUM_COMPARED, MIN_COMPARED_STEPS, MAX_COMPARED_EVENTS = 8, 20, 10_000
 """The runs whose throughput is compared with their forecast, the steps that each must have, and the first
 events of each that are read: about an hour of them."""
@@ -71,6 +70,8 @@ class RunSummary:
 
     run_id: str
     state: str
+    """'completed': every rank that took part at the end has sent a completion record. 'stopped': by the user.
+    'interrupted': csdctl did not record its end. 'running'. 'failed'."""
     emulated: bool
     method: str
     num_ranks: int
@@ -92,7 +93,7 @@ class RunSummary:
     validation_loss: float | None
     validation_accuracy: float | None
     metrics: Mapping[str, float]
-    """Metrics of the last epoch, other than the accuracy."""
+    """Metrics of the last epoch, other than the accuracy. `validation_metrics`: on the validation data."""
     validation_metrics: Mapping[str, float]
     identical_weights: bool
     failures: tuple[str, ...]

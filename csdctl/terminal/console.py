@@ -1,4 +1,4 @@
-"""The console of csdctl and its tables: text that is printed is only text, and the control codes are its own.
+"""The console of csdctl, its tables and live views. Text that is printed is only text.
 
 Strings are never markup, and are made printable before they are laid out. Segments are made printable once
 more, for Text objects that were not built from a string here. Rich's own control codes are segments of
@@ -8,11 +8,12 @@ another kind, and colours are added later.
 import os
 import sys
 import threading
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Self
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, ConsoleOptions, JustifyMethod, RenderableType
+from rich.live import Live
 from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
@@ -22,7 +23,7 @@ from csdctl.notify import make_printable, shorten
 MAX_PRINTED = 20_000
 """Characters of one printed string: enough for the names of a thousand machines."""
 MAX_CELL = 500
-"""Characters of a string inside of something, such as the cell or the title of a table."""
+"""Characters of a string inside of something, such as a cell of a table."""
 NUMBER = ">"
 """The beginning of the name of a column whose cells are numbers."""
 
@@ -37,11 +38,7 @@ class PrintableConsole(Console):
     def __init__(self, **settings: Any) -> None:
         super().__init__(markup=False, emoji=False, highlight=False, **settings)
         self.lock = threading.RLock()
-        """Held while a line is printed or a live view is drawn.
-
-        Rich computes how far to move the cursor before it draws: a line that another thread prints in between
-        would be overwritten.
-        """
+        """Held while a line is printed or a live view is drawn: Rich moves the cursor before it draws."""
         self._is_notebook = self.is_jupyter
         self.is_jupyter = False  # lines are text of the cell; Rich would make an output of each
 
@@ -58,10 +55,7 @@ class PrintableConsole(Console):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
     def print(self, *objects: Any, **options: Any) -> None:
-        """Print strings and renderables. The lines of a string after its first one are indented.
-
-        So text of others cannot pass for a line of csdctl.
-        """
+        """Print strings and renderables. Later lines of a string are indented: they are no line of csdctl."""
         parts = [
             Text(make_printable(shorten(part, MAX_PRINTED)).replace("\n", "\n  "))
             if isinstance(part, str)
@@ -117,3 +111,37 @@ def build_pairs(pairs: Iterable[tuple[str, str | Text]]) -> Table:
     for name, value in pairs:
         table.add_row(name, value)
     return table
+
+
+class View:
+    """A context manager around a live display of what `render` returns, on a terminal.
+
+    Drawn once a second: it must not cost the training anything. Rich must not redirect the standard streams
+    meanwhile: it would keep colours and links of what others write.
+    """
+
+    def __init__(self, console: PrintableConsole, render: Callable[[], RenderableType]) -> None:
+        self._console = console
+        self._live: Live | None = None
+        if console.is_terminal:
+            self._live = Live(
+                get_renderable=render,
+                console=console,
+                refresh_per_second=1,
+                transient=True,
+                redirect_stdout=False,
+                redirect_stderr=False,
+            )
+            self._live._lock = console.lock
+
+    def __enter__(self) -> Self:
+        if self._live:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live:
+            self._live.stop()
+
+    def _print(self, line: str) -> None:
+        self._console.print(line, soft_wrap=True)

@@ -1,7 +1,7 @@
 """The machines of a fleet: their facts, host keys and leftovers, and emulated nodes. As tables and JSON."""
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,10 +17,9 @@ from csdctl.fleet.model import Fleet, fold_problems
 from csdctl.fleet.names import fold_names, format_node_names, names_by_value
 from csdctl.launch.leftovers import Leftovers
 from csdctl.reporting.numbers import format_bytes, format_count
-from csdctl.terminal.console import PrintableConsole, build_table
+from csdctl.terminal.console import PrintableConsole, View, build_table
 from csdctl.terminal.nodes import bounded, render_failed
 from csdctl.terminal.streams import Streams, document, fields_of
-from csdctl.terminal.view import View
 from csdctl.transport.many import Outcome, errors_of
 from csdctl.workflows.discovery.discover import COPIED_KEY, DiscoverResult, ShownKey, find_shared
 from csdctl.workflows.discovery.inventory import FoundFleet
@@ -114,18 +113,7 @@ def doctor_document(examination: Examination) -> dict[str, object]:
     )
 
 
-@dataclass(frozen=True)
-class EmulatedFleet:
-    """An emulated fleet that is up. `was_up` when it was running before."""
-
-    fleet_path: Path
-    nodes: tuple[NodeStatus, ...]
-    was_up: bool = False
-    owner_pid: int | None = None
-    """The process whose end ends it."""
-
-
-def render_fleet(console: PrintableConsole, result: DiscoverResult, *, verbose: bool = False) -> None:
+def render_fleet(console: PrintableConsole, result: DiscoverResult, *, verbose: bool) -> None:
     """Print a row for each group of equal machines (`verbose`: for each machine), then problems and notes."""
     title = f"fleet {result.fleet.path}" + (" (emulated fleet)" if result.fleet.emulated else "")
     groups = group_machines(result.facts.values())
@@ -240,9 +228,9 @@ class TrustScreen:
     def show(
         self, outcomes: Mapping[str, Outcome[ShownKey]], new: Sequence[ShownKey], closed: Sequence[str]
     ) -> None:
-        """Print the keys that are new and the machines that failed, and ask whether to accept the keys.
+        """Print new keys and machines that failed, and ask whether to accept the keys.
 
-        `closed` are the machines that a dry run cannot ask. Raises InputError unless the answer is yes.
+        `closed`: machines that a dry run cannot ask. Raises InputError unless the answer is yes.
         """
         if closed:
             self.streams.say(f"{', '.join(closed)}: skipped: key of the jump host not accepted yet")
@@ -287,15 +275,18 @@ class TrustScreen:
         return document("csdctl.trust/1", is_dry_run=self.is_dry_run, machines=machines, failed=self.failed)
 
 
-def show_started(streams: Streams, fleet: EmulatedFleet) -> None:
-    """Print what `emulate up` started."""
+def show_started(
+    streams: Streams, path: Path, nodes: Sequence[NodeStatus], *, was_up: bool, owner_pid: int | None
+) -> None:
+    """Print what `emulate up` started, or found running. The process `owner_pid` ends it with its own end."""
     if streams.is_json:
-        streams.result(document("csdctl.emulate/1", fleet, emulated=True))
+        state = {"fleet_path": path, "nodes": nodes, "was_up": was_up, "owner_pid": owner_pid}
+        streams.result(document("csdctl.emulate/1", emulated=True) | state)
         return
-    render_nodes(streams.console, fleet.nodes)
-    streams.say(f"Emulated fleet {'was already up' if fleet.was_up else 'is up'}: {fleet.fleet_path}")
-    if fleet.owner_pid not in (None, os.getpid()):  # the demo need not speak of itself
-        streams.say(f"It ends when process {fleet.owner_pid} ends.")
+    render_nodes(streams.console, nodes)
+    streams.say(f"Emulated fleet {'was already up' if was_up else 'is up'}: {path}")
+    if owner_pid not in (None, os.getpid()):  # the demo need not speak of itself
+        streams.say(f"It ends when process {owner_pid} ends.")
 
 
 def show_status(streams: Streams, nodes: Sequence[NodeStatus]) -> None:
@@ -316,8 +307,8 @@ def show_stopped(streams: Streams, num_processes: int) -> None:
     streams.say(f"Emulated fleet is down: {format_count(num_processes, 'process')} ended")
 
 
-def render_nodes(console: PrintableConsole, nodes: Iterable[NodeStatus]) -> None:
-    """Print a table with one row for each node."""
+def render_nodes(console: PrintableConsole, nodes: Sequence[NodeStatus]) -> None:
+    """Print a row for each node."""
     rows = [
         (
             node.name,

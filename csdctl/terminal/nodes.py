@@ -13,9 +13,8 @@ from csdctl.fleet.model import Fleet, fold_problems
 from csdctl.fleet.names import fold_names, format_node_names
 from csdctl.reporting.numbers import format_bytes, format_count
 from csdctl.shipping.deliver import Delivery, DeliveryProgress, FileTree, TreeRequest
-from csdctl.terminal.console import PrintableConsole, build_table
+from csdctl.terminal.console import PrintableConsole, View, build_table
 from csdctl.terminal.streams import Streams, document, fields_of
-from csdctl.terminal.view import View
 from csdctl.transport.many import Outcome, errors_of
 from csdctl.workflows.exec.run_command import Answer, ExecResult
 from csdctl.workflows.provision.bundle import Bundle

@@ -8,9 +8,8 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 from rich.text import Text
 
 from csdctl.reporting.numbers import format_bytes, format_count
-from csdctl.terminal.console import PrintableConsole
+from csdctl.terminal.console import PrintableConsole, View
 from csdctl.terminal.streams import Streams, document
-from csdctl.terminal.view import View
 from csdctl.worker.protocol.datasets import SKIPPED, DatasetInfo, PrepareProgress, list_names
 from csdctl.workflows.data.prepare import Prepared
 from csdctl.workflows.workspace.event_stream import (

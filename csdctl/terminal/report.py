@@ -1,29 +1,31 @@
-"""The reports of runs: results, bytes that were sent, and scaling, as tables and as JSON."""
+"""Runs and their reports: lists, runs of another csdctl, results, bytes that were sent, and scaling."""
 
-from collections.abc import Sequence
+import time
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from rich.table import Table
 
-from csdctl.reporting.numbers import format_bytes
+from csdctl.reporting import tables
+from csdctl.reporting.numbers import format_bytes, format_loss, format_rate, format_seconds
 from csdctl.reporting.privacy import BATCH_NORM, NOISY_REMARKS, PROMISE, REMARKS, describe_privacy
-from csdctl.reporting.results import RunResults
-from csdctl.reporting.tables import (
-    DataTable,
-    ScalingSeries,
-    describe_run,
-    describe_scaling,
-    tabulate_faults,
-    tabulate_ranks,
-    tabulate_scaling,
-    write_headline,
-)
+from csdctl.reporting.results import COMPLETED, FAILED, INTERRUPTED, RUNNING, STOPPED, RunResults, RunStatus
 from csdctl.runs.directory import RunDirectory
 from csdctl.terminal.console import PrintableConsole, build_pairs, build_table
+from csdctl.terminal.run_view import TrainingView
 from csdctl.terminal.streams import Streams, document
+from csdctl.worker.protocol.events import Event, event_document
 from csdctl.workflows.reporting.report import PrivacyReport
+from csdctl.workflows.runs.manage import look_at
 from csdctl.workflows.train.scale import SeriesPoint
+from csdctl.workflows.workspace.event_stream import RunStarted
 
+STYLES = {RUNNING: "green", FAILED: "red", INTERRUPTED: "red", STOPPED: "yellow"}
+"""Colour of a run by its state."""
+RESUMABLE = (STOPPED, FAILED, INTERRUPTED)
+"""States of runs that can be resumed."""
+TO_THE_SECOND = len("20261123-081803")
+"""Length of the beginning of a run's id without its microseconds."""
 TEXTS = ("after", "batch sizes", "cost", "node", "rank", "remark", "run", "series", "source", "what")
 """Columns that are no numbers."""
 MEANING = (
@@ -33,6 +35,70 @@ MEANING = (
     "computing times. Further runs on the same samples add to the privacy loss."
 )
 """What ε and δ of a run promise."""
+
+
+def show_runs(streams: Streams, runs: Sequence[RunStatus]) -> None:
+    """Print a row for each run. Its id has no microseconds where no other run began in that second."""
+    if streams.is_json:
+        streams.result(document("csdctl.runs/1", runs=runs))
+        return
+    if not runs:
+        streams.say("no runs yet; `csdctl train` starts one")
+        return
+    now = time.time()
+    seconds = [run.run_id[:TO_THE_SECOND] for run in runs]
+    rows = [
+        (
+            run.run_id if seconds.count(second) > 1 else second,
+            run.state + (f": {run.reason}" if run.state == COMPLETED and run.reason else ""),
+            f"{run.epoch}/{run.epochs}",
+            format_rate(run.samples_per_s),
+            _show_metric(run.validation_loss, run.loss),
+            _show_metric(run.validation_accuracy, run.accuracy),
+            "–" if run.last_event_s is None else f"{format_seconds(max(0.0, now - run.last_event_s))} ago",
+        )
+        for run, second in zip(runs, seconds, strict=True)
+    ]
+    columns = ("run", "state", ">epoch", ">samples/s", ">loss", ">accuracy", ">last event")
+    styles = [STYLES.get(run.state, "none") for run in runs]
+    table = build_table(columns, rows, styles=styles, gap=1)
+    table.columns[0].min_width = max(len(row[0]) for row in rows)  # what is typed
+    streams.console.print(table)
+
+
+def _show_metric(validation: float | None, training: float | None) -> str:
+    return format_loss(training) if validation is None else f"{format_loss(validation)} val"
+
+
+def watch_run(streams: Streams, started: RunStarted, events: Iterable[tuple[float, Event]]) -> bool:
+    """Show a run until it ends. Return whether it did not fail. `events` come with their Unix time."""
+    run, event_s, read_s = started.run, time.time(), time.monotonic()
+    try:
+        # The clock of the view: the time of the latest event, and what has passed since.
+        with TrainingView(streams.views, started, lambda: event_s + time.monotonic() - read_s) as view:
+            for time_s, event in events:
+                event_s, read_s = time_s, time.monotonic()
+                streams.result_line(event_document(event))
+                view.show(event)
+    except KeyboardInterrupt:
+        streams.say(f"run {run.run_id} continues; to stop it: csdctl runs stop {run.run_id}")
+        raise
+    status = look_at(run)
+    streams.say(f"run {run.run_id}: {status.state}; `csdctl report {run.run_id}` shows the results")
+    _say_resumable(streams, status)
+    return status.state not in (FAILED, INTERRUPTED)
+
+
+def _say_resumable(streams: Streams, run: RunStatus) -> None:
+    if run.state in RESUMABLE:
+        streams.say(f"to resume: csdctl train --resume {run.run_id}")
+
+
+def show_stopped(streams: Streams, run: RunStatus) -> None:
+    """Print what a run that was stopped has come to."""
+    streams.say(f"run {run.run_id}: {run.state}, at epoch {run.epoch} of {run.epochs}")
+    _say_resumable(streams, run)
+    streams.result(document("csdctl.runs.stop/1", run))
 
 
 def show_reports(streams: Streams, reports: Sequence[tuple[RunDirectory, RunResults]]) -> None:
@@ -60,11 +126,11 @@ def render_report(console: PrintableConsole, run: RunResults) -> None:
     """Print the headline, a row for each rank, the totals and the failures."""
     emulated = " (emulated fleet)" if run.summary.emulated else ""
     console.print(f"run {run.summary.run_id}{emulated}", style="bold")
-    console.print(build_pairs(write_headline(run).items()))
-    for table in (tabulate_ranks(run.summary), tabulate_faults(run)):
+    console.print(build_pairs(tables.write_headline(run).items()))
+    for table in (tables.tabulate_ranks(run.summary), tables.tabulate_faults(run)):
         if table.rows:
             console.print(_build_data_table("", table))
-    console.print(build_pairs(describe_run(run.summary)))
+    console.print(build_pairs(tables.describe_run(run.summary)))
     for failure in run.summary.failures:
         console.print(f"failed: {failure}", style="red")
 
@@ -101,11 +167,11 @@ def show_privacy(streams: Streams, report: PrivacyReport) -> None:
         console.print(line)
 
 
-def show_series(streams: Streams, kind: str, series: ScalingSeries) -> None:
+def show_series(streams: Streams, kind: str, series: tables.ScalingSeries) -> None:
     """Print one series of `scale`, as a table or as one line of JSON."""
     streams.result_line(document("csdctl.scaling/1", series))
     streams.say(f"\n{kind} scaling")
-    streams.console.print(_build_data_table(describe_scaling(series), tabulate_scaling(series)))
+    streams.console.print(_build_data_table(tables.describe_scaling(series), tables.tabulate_scaling(series)))
 
 
 def show_points(streams: Streams, points: Sequence[SeriesPoint]) -> None:
@@ -129,10 +195,10 @@ def show_points(streams: Streams, points: Sequence[SeriesPoint]) -> None:
         )
         for point in points
     ]
-    table = DataTable(("nodes", "series", "batch sizes", "run"), tuple(rows))
+    table = tables.DataTable(("nodes", "series", "batch sizes", "run"), tuple(rows))
     streams.console.print(_build_data_table("scaling series", table))
 
 
-def _build_data_table(title: str, table: DataTable) -> Table:
+def _build_data_table(title: str, table: tables.DataTable) -> Table:
     columns = [name if name in TEXTS else f">{name}" for name in table.header]
     return build_table(columns, table.rows, title=title)

@@ -26,30 +26,13 @@ from csdctl.reporting.numbers import (
 )
 from csdctl.reporting.series import Bottleneck, SeriesBuilder, find_bottleneck
 from csdctl.reporting.tally import Amounts
-from csdctl.terminal.console import NUMBER, PrintableConsole
-from csdctl.terminal.view import View
-from csdctl.worker.protocol.events import (
-    EARLY_STOPPING,
-    CheckpointSaved,
-    EpochEnd,
-    Evaluating,
-    Event,
-    Failed,
-    Finished,
-    Joined,
-    NodeBack,
-    NodeLost,
-    Progress,
-    Ready,
-    Rebalanced,
-    WaitingFor,
-    Warned,
-)
+from csdctl.terminal.console import NUMBER, PrintableConsole, View
+from csdctl.worker.protocol import events
+from csdctl.worker.protocol.events import EpochEnd, Event, Joined, Progress
 from csdctl.workflows.workspace.event_stream import RunStarted
 
 INTERVAL_S, INTERVAL_SHARE = 5.0, 1 / 64
-"""Minimum interval between two searches for a bottleneck, and the same as a share of the run so far. The
-figures of a long run change slowly, and a new watcher reads all of its events."""
+"""Minimum interval between two searches for a bottleneck, and the same as a share of the run so far."""
 SILENCE_S = 10.0
 """From this many seconds without a step on, the view says so."""
 WIDE = 100
@@ -59,14 +42,14 @@ NUM_GRADES = 20
 STARTING, READY, TRAINING, DONE = "starting", "ready", "training", "done"
 LOST, FAILED = "lost", "failed"
 STATES: dict[type[Event], str] = {
-    Ready: READY,
+    events.Ready: READY,
     Joined: TRAINING,
     Progress: TRAINING,
     EpochEnd: TRAINING,
-    Finished: DONE,
-    NodeLost: LOST,
-    Failed: FAILED,
-    NodeBack: TRAINING,
+    events.Finished: DONE,
+    events.NodeLost: LOST,
+    events.Failed: FAILED,
+    events.NodeBack: TRAINING,
 }
 """State of a rank after an event about it."""
 
@@ -96,10 +79,7 @@ class RankRow:
 
     @property
     def step_s(self) -> tuple[float, float, float]:
-        """Seconds of a step: computing, waiting for the slowest rank, communication. 0 before the first step.
-
-        All waiting counts as waiting for the slowest rank where the rank does not divide it.
-        """
+        """Seconds of a step: computing, waiting for the slowest rank (or for all), communication."""
         report, steps = self.report, max(1, self.report.steps)
         for_slowest_s = report.wait_s if report.others_s is None else min(report.others_s, report.wait_s)
         return report.compute_s / steps, for_slowest_s / steps, (report.wait_s - for_slowest_s) / steps
@@ -110,10 +90,7 @@ class RankRow:
         return self.report.compute_s / self.report.step_s if self.report.step_s else 0.0
 
     def draw_waiting(self, width: int) -> Text:
-        """Return a bar of computing, waiting and communication, and the share of the last two.
-
-        Empty before the first step.
-        """
+        """Return a bar of computing, waiting and communication, and the share of the last two."""
         compute_s, for_slowest_s, communication_s = self.step_s
         step_s = compute_s + for_slowest_s + communication_s
         if step_s <= 0:
@@ -151,7 +128,7 @@ def tabulate(
 ) -> list[Text]:
     """Return the names of the columns and the rows, a line each. Rich's table takes five times as long.
 
-    `columns`: what follows node and state, by the name of the column. Numbers as in `build_table`.
+    `columns`: what follows node and state, by name, as in `build_table`.
     """
     names = ("node", "state", *columns)
     table: list[list[str | Text]] = [[name.lstrip(NUMBER) for name in names]]
@@ -176,16 +153,13 @@ class TrainingView(View):
     def __init__(
         self, console: PrintableConsole, started: RunStarted, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """`clock`: seconds, in which the times of the events that are shown are measured.
-
-        Past events are not shown, but belong to the rates and totals of the run.
-        """
+        """`clock`: seconds, in which the times of the events that are shown are measured."""
         self._spec, self._steps_per_epoch, self._clock = started.spec, started.steps_per_epoch, clock
         self._title = f"run {started.spec.run_id}" + (" (emulated fleet)" if started.emulated else "")
         self._rows = {rank.rank: RankRow(rank.node, rank.batch_size) for rank in self._spec.ranks}
         self._series = SeriesBuilder([rank.node for rank in self._spec.ranks])
         self._tally = self._series.tally
-        for event in started.past:
+        for event in started.past:  # belongs to rates and totals
             self._tally.add(event)
         self._latest: Progress | EpochEnd | None = None
         """The latest report of rank 0."""
@@ -203,7 +177,7 @@ class TrainingView(View):
         report = self._series.add(now, event)
         self._rows[event.rank].take(event, report)
         self._find_bottleneck(now)
-        if isinstance(event, Joined | Rebalanced):
+        if isinstance(event, Joined | events.Rebalanced):
             for rank, row in self._rows.items():
                 row.batch_size = event.batch_sizes.get(str(rank), 0)
                 # Of a rank that was lost, its return is reported.
@@ -213,14 +187,13 @@ class TrainingView(View):
             self._steps_per_epoch = max(1, event.steps_per_epoch)
         elif isinstance(event, Progress | EpochEnd):
             self._show_totals(event)
-        elif isinstance(event, Evaluating):
+        elif isinstance(event, events.Evaluating):
             self._evaluating = f"evaluating {event.num_done:,}/{event.num_samples:,} samples  "
             self._step_at = now
         if line := self._format_event(event, num_steps):
             self._print(line)
 
     def _find_bottleneck(self, now: float) -> None:
-        """Look for whom the others wait now and then. Without a terminal, print what has changed."""
         if math.isnan(self._first_event_s):
             self._first_event_s = self._looked_at = now
         if now - self._looked_at < max(INTERVAL_S, INTERVAL_SHARE * (now - self._first_event_s)):
@@ -232,7 +205,6 @@ class TrainingView(View):
             self._print(self._describe_bottleneck())
 
     def _describe_bottleneck(self) -> str:
-        """Return whom the others have lately waited for, as a line. Nothing where they did not wait."""
         bottleneck = self._bottleneck
         if bottleneck is None or bottleneck.rank is None:
             return f"link: {bottleneck.why}" if bottleneck else ""
@@ -243,22 +215,22 @@ class TrainingView(View):
         """Return what is printed about an event besides progress. `num_steps`: steps of the run before it."""
         if isinstance(event, Joined):
             return self._format_joined(event, num_steps)
-        if isinstance(event, Rebalanced):
+        if isinstance(event, events.Rebalanced):
             sizes = [f"{self._spec.ranks[int(rank)].node} {size}" for rank, size in event.batch_sizes.items()]
             return (
                 f"{event.slowest} took {event.slowdown:.2f} times as long as a balanced step; "
                 f"batch sizes from step {event.step + 1} of epoch {event.epoch}: {', '.join(sizes)}"
             )
-        if isinstance(event, WaitingFor) and event.nodes:
+        if isinstance(event, events.WaitingFor) and event.nodes:
             return f"waiting for {format_node_names(event.nodes)}"
-        if isinstance(event, Warned | NodeLost):
-            what = f"{event.node} is lost" if isinstance(event, NodeLost) else f"warning: {event.node}"
+        if isinstance(event, events.Warned | events.NodeLost):
+            what = f"{event.node} is lost" if isinstance(event, events.NodeLost) else f"warning: {event.node}"
             return f"{what}: {event.message}" + f"\n  → {event.remedy}" * bool(event.remedy)
-        if isinstance(event, NodeBack):
+        if isinstance(event, events.NodeBack):
             return f"{event.node} is back"
-        if isinstance(event, Finished) and event.rank == 0 and event.reason == EARLY_STOPPING:
+        if isinstance(event, events.Finished) and event.rank == 0 and event.reason == events.EARLY_STOPPING:
             return f"stopped early, after epoch {event.epochs}"
-        if isinstance(event, CheckpointSaved) and self._live is None:
+        if isinstance(event, events.CheckpointSaved) and self._live is None:
             return f"checkpoint {event.path}"
         return ""
 
@@ -282,7 +254,6 @@ class TrainingView(View):
         return "; ".join(parts)
 
     def _show_totals(self, event: Progress | EpochEnd) -> None:
-        """Show what a rank has done. A short epoch has only its end."""
         self._evaluating, self._step_at = "", self._clock()
         if event.rank != 0:
             return
@@ -338,7 +309,6 @@ class TrainingView(View):
 
 
 def _choose_columns(width: int) -> dict[str, Callable[[RankRow], str | Text]]:
-    """Return the columns after node and state, for a terminal of `width`."""
     columns: dict[str, Callable[[RankRow], str | Text]] = {
         ">batch": lambda row: str(row.batch_size or "–"),
         ">samples/s": lambda row: format_rate(row.report.own_throughput),

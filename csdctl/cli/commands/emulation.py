@@ -29,15 +29,15 @@ def up(
 ) -> None:
     """Start an emulated fleet and write its fleet file."""
     from csdctl.emulation import fleet as emulated
-    from csdctl.terminal.fleet import EmulatedFleet, show_started
+    from csdctl.terminal.fleet import show_started
 
     streams = open_streams(is_json=json)
     directory = streams.project.emulated
     spec = emulated.EmulatedSpec(emulated.parse_shares(cpu, nodes), emulated.parse_size(memory))
     was_up = emulated.is_up(directory)
     path = emulated.start_fleet(directory, spec, fleet_path=fleet, owner_pid=pid)
-    owner = None if was_up else pid
-    show_started(streams, EmulatedFleet(path, tuple(emulated.fleet_status(directory)), was_up, owner))
+    status = emulated.fleet_status(directory)
+    show_started(streams, path, status, was_up=was_up, owner_pid=None if was_up else pid)
 
 
 @emulate.command()

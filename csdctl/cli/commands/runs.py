@@ -19,7 +19,7 @@ RUN = run_argument(None, "Run ID, unique prefix or `latest`; default: the latest
 @runs.command("list")
 def list_runs(json: bool = options.JSON) -> None:
     """List all runs, the latest last."""
-    from csdctl.terminal.runs import show_runs
+    from csdctl.terminal.report import show_runs
     from csdctl.workflows.runs import manage
 
     streams = open_streams(is_json=json)
@@ -33,7 +33,7 @@ def watch(run: str | None = RUN, json: bool = options.JSON) -> None:
     Ctrl-C ends the view, not the run. Exits with 1 when the run has failed.
     """
     from csdctl.runs.directory import find_run
-    from csdctl.terminal.runs import watch_run
+    from csdctl.terminal.report import watch_run
     from csdctl.workflows.runs.manage import follow_run
 
     os.nice(19)  # it computes only when the ranks leave the processor to it
@@ -72,7 +72,7 @@ def stop(
 
     The run can be resumed. A second `stop` ends the ranks at once.
     """
-    from csdctl.terminal.runs import show_stopped
+    from csdctl.terminal.report import show_stopped
     from csdctl.workflows.runs.manage import stop_run
 
     streams = open_streams(is_json=json)

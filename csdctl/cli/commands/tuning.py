@@ -108,7 +108,7 @@ def forecast(
     node_watts: float | None = power(None, "Watts that each node adds.", min=0),
 ) -> None:
     """Forecast throughput, time and energy for any number of nodes."""
-    from csdctl.terminal.forecast import show_forecast
+    from csdctl.terminal.tune import show_forecast
     from csdctl.workflows.forecast.forecast import (
         ForecastRequest,
         forecast_job,

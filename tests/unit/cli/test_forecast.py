@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from csdctl.perfmodel.prediction import CollectiveCost
-from csdctl.terminal.forecast import show_forecast
 from csdctl.terminal.streams import Streams
+from csdctl.terminal.tune import show_forecast
 from csdctl.tuning.scaling_curve import Power
 from csdctl.workflows.forecast.forecast import ForecastRequest, forecast
 from tests.unit.perfmodel.published import Network, basis_of

@@ -1,4 +1,4 @@
-"""The console and the streams: only their own control codes, no markup, bounded lengths."""
+"""Console, live views and streams: only their own control codes, no markup, bounded lengths."""
 
 import ast
 import io
@@ -6,15 +6,20 @@ import os
 import re
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 
 import pytest
+from rich.console import Console, ConsoleOptions
+from rich.live import Live
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
 from csdctl.notify import DATED
-from csdctl.terminal.console import MAX_CELL, MAX_PRINTED, PrintableConsole
+from csdctl.terminal.console import MAX_CELL, MAX_PRINTED, PrintableConsole, View
 from csdctl.terminal.streams import PrintableStream, Streams
 from tests.attacks.hostile_text import CLIPBOARD, FORGED, HOSTILE, MARKUP
 from tests.attacks.terminal import OWN
@@ -27,9 +32,9 @@ PAST_THE_CONSOLE = re.compile(
 ALLOWED = {
     "app.py": {"typer.echo"},  # the version
     "streams.py": {"self.stdout.write"},
-    "nodes.py": {"TextColumn", "Progress"},  # without markup; drawn by view.py
+    "console.py": {"Live"},  # without redirected streams
+    "nodes.py": {"TextColumn", "Progress"},  # without markup; drawn by console.py
     "prepare.py": {"TextColumn", "Progress"},
-    "view.py": {"Live"},  # without redirected streams
 }
 
 WRITES = r"""
@@ -154,3 +159,47 @@ def test_no_command_writes_past_the_console() -> None:
         if isinstance(node, ast.Call) and PAST_THE_CONSOLE.fullmatch(ast.unparse(node.func))
     }
     assert calls_past == {(name, call) for name, calls in ALLOWED.items() for call in calls}
+
+
+class Paused:
+    """A line that is being laid out until it may be `finished`."""
+
+    def __init__(self) -> None:
+        self.is_reached, self.may_finish = threading.Event(), threading.Event()
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Segment]:
+        self.is_reached.set()
+        self.may_finish.wait()
+        yield Segment("a line")
+
+
+def test_view_is_not_drawn_while_a_line_is_printed() -> None:
+    output, drawn, line = io.StringIO(), threading.Event(), Paused()
+    console = PrintableConsole(file=output, force_terminal=True, width=80, height=24, _environ={})
+    view = View(console, lambda: "view")._live
+    assert isinstance(view, Live)
+    view.auto_refresh = False
+
+    def draw() -> None:
+        view.refresh()
+        drawn.set()
+
+    with view:
+        printing = threading.Thread(target=console.print, args=(line,))
+        printing.start()
+        line.is_reached.wait()
+        drawing = threading.Thread(target=draw)
+        drawing.start()
+        is_early = drawn.wait(0.2)
+        line.may_finish.set()
+        printing.join()
+        drawing.join()
+    assert not is_early
+    assert "a line" in output.getvalue()
+
+
+def test_no_view_without_a_terminal() -> None:
+    console = PrintableConsole(file=(output := io.StringIO()))
+    with View(console, lambda: Text("never")):
+        console.print("a line")
+    assert output.getvalue() == "a line\n"

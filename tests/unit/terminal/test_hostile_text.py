@@ -23,14 +23,13 @@ from csdctl.reporting.series import RunSeries
 from csdctl.shipping.deliver import Delivery, DeliveryProgress
 from csdctl.terminal.console import PrintableConsole
 from csdctl.terminal.fleet import ExaminationView, TrustScreen, render_cleaned, render_fleet, render_nodes
-from csdctl.terminal.forecast import show_forecast
 from csdctl.terminal.nodes import CountView, TransferView
 from csdctl.terminal.prepare import PreparingView, render_prepared
 from csdctl.terminal.report import render_report, show_privacy
 from csdctl.terminal.run_view import TrainingView
 from csdctl.terminal.streams import Streams
 from csdctl.terminal.train import TrainingScreen
-from csdctl.terminal.tune import render_plan, show_verified
+from csdctl.terminal.tune import render_plan, show_forecast, show_verified
 from csdctl.transport.many import Outcome
 from csdctl.transport.meter import TrafficClass
 from csdctl.tuning.measurements import ProbeOutcome
