@@ -118,11 +118,6 @@ class TestEnding:
         job.run(program)
         os.kill(int((job.directory / "pid").read_text()), signal.SIGKILL)
 
-    def test_link_that_is_ended_before_its_start_leaves_nothing_running(self, job: Job) -> None:
-        ended = job.make("time.sleep(100_000)")
-        ended.end()
-        assert not ended.run().is_connected
-
 
 def test_connection_that_failed_is_the_cause_of_a_link_that_does_not_connect() -> None:
     lines = ["no connection to 10.92.1.5 port 40123: Connection timed out", "Daemon exit status: 1"]

@@ -50,7 +50,7 @@ class TestFiles:
     def test_damaged_file_is_found_and_replaced(self, node: Machine, host: Path) -> None:
         """Other bytes of the same size, a file that was cut short, other permissions, and a link."""
         session, home = node
-        contents = [b"content 0", b"content 1", b"content 2", b"content 3"]
+        contents = [b"content %d" % number for number in range(4)]
         files = [store_bytes(content, ".bin", host) for content in contents]
         send(session, *files)
         paths = [home / file.path for file in files]

@@ -64,13 +64,6 @@ def test_killed_process_is_the_cause_in_place_of_its_link_whichever_is_heard_of_
     assert fleet.lost_messages() == ["rank 1 was killed by signal 9"]
 
 
-def test_host_continues_alone_when_all_nodes_are_lost_at_once(fleet: Fleet) -> None:
-    fleet.scripts = {1: lambda fleet: [fleet.rank(rank).exit() for rank in (1, 2)], 3: Fleet.finish}
-    fleet.run()
-    assert fleet.groups == [(0, 1, 2), (0, 2), (0,)]
-    assert sorted(fleet.nodes_of(NodeLost)) == ["csd0", "csd1"]
-
-
 @pytest.fixture
 def rack(tmp_path: Path) -> Iterator[Fleet]:
     """Two servers: the host with csd3, and csd0 with csd1 and csd2."""
@@ -238,8 +231,3 @@ def test_completion_that_rank_0_knows_nothing_of_is_a_loss_and_others_still_come
     assert fleet.nodes_of(NodeLost) == ["csd1", "csd0"]
     assert fleet.lost_messages()[1] == "reported its completion before the run was complete"
     assert fleet.nodes_of(NodeBack) == ["csd1", "csd0"]
-
-
-def test_lack_of_memory_that_ends_the_run_is_still_that(fleet: Fleet) -> None:
-    fleet.on_start = lambda rank: rank.exit(why=OutOfMemoryError) if rank.rank else None
-    assert fleet.run_to_error(OutOfMemoryError).node == "csd0"

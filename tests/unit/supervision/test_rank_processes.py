@@ -135,17 +135,6 @@ def test_process_that_starts_after_the_run_is_over_is_closed(
     assert machine.started[0].closed.wait(WAIT_S)
 
 
-def test_restarted_process_that_was_never_received_is_closed(
-    processes: RankProcesses, machine: Machine
-) -> None:
-    processes.restart(1)
-    for thread in threading.enumerate():
-        if thread.name == "restart rank 1":
-            thread.join()
-    processes.close()
-    assert machine.started[0].closed.is_set()
-
-
 NODES = ("host", "csd0", "csd1")
 NUM_EPOCHS = 3
 ME = (1, "csd0")
@@ -184,6 +173,7 @@ def refusal(story: Iterable[events.Event | Order], *, rank: int = 1, num_chars: 
         [READY, WAITING, PROGRESS, WAITING, WAITING],
         [READY, Ping(1), Ping(1), events.Pong(*ME, 1), events.Pong(*ME, 1)],
         [FAILED],
+        [WARNED, READY, WARNED, FINISHED, WARNED],
         [READY, FINISHED, FAILED, Ping(1), events.Pong(*ME, 1)],
     ],
 )
@@ -250,7 +240,3 @@ def test_rank_may_send_much_at_once_and_then_a_limited_number_per_second() -> No
 def test_rank_that_says_all_the_time_that_it_waits_or_warns_is_refused(event: events.Event) -> None:
     story = [READY, *[event] * (MAX_WAITING_AT_ONCE + 1)]
     assert refusal(story) == f"{type(event).__name__}: expected at most 1 per second"
-
-
-def test_rank_warns_before_it_is_ready_and_after_it_has_finished() -> None:
-    assert refusal([WARNED, READY, WARNED, FINISHED, WARNED]) == ""

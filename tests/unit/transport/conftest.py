@@ -99,11 +99,6 @@ class SshServer(ServerFiles):
     def public_key(self) -> str:
         return (self.directory / "host_key.pub").read_text()
 
-    def drop_connections(self) -> None:
-        """Abort every connection with a reset."""
-        for connection in self.connections:
-            self.loop.call_soon_threadsafe(connection.abort)
-
 
 @pytest.fixture
 def gate(tmp_path: Path) -> Iterator[SshServer]:

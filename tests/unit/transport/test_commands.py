@@ -71,14 +71,6 @@ def test_impossible_process_groups_are_not_believed(said: str) -> None:
     assert output.group == 77
 
 
-def test_preamble_is_searched_line_by_line() -> None:
-    output = MarkedOutput("token", max_bytes=10)
-    for byte in b"token token y\ntoken x\nno line end token 12\n" + b"rest":
-        output.feed(bytes([byte]))
-    assert (output.kept, output.group) == (b"rest", 12)
-    assert output.preamble == b"token token y\ntoken x\nno line end "
-
-
 @pytest.mark.parametrize("group", [-1, 0, 1])
 def test_only_own_process_groups_can_be_ended(group: int) -> None:
     with pytest.raises(ValueError, match="not a process group"):

@@ -2,7 +2,6 @@
 
 import contextlib
 import socket
-import subprocess
 import threading
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ import pytest
 
 from csdctl.errors import JumpHostError, UnreachableError
 from csdctl.fleet.model import Fleet, Node
-from csdctl.fleet.openssh import build_ssh_config
 from csdctl.transport import ssh
 from csdctl.transport.known_hosts import KnownHosts
 from csdctl.transport.many import run_on_nodes
@@ -53,8 +51,7 @@ def test_nodes_behind_one_jump_host_share_one_connection_to_it(
 
 def test_jump_hosts_can_be_nested(server: Server, gate: Server) -> None:
     middle = gate.node(name="middle", jump=gate.node(name="gate"))
-    node = server.node(jump=middle)
-    with contextlib.closing(connect(node, both_known(server, gate))) as session:
+    with contextlib.closing(connect(server.node(jump=middle), both_known(server, gate))) as session:
         assert session.run(["true"]).exit_code == 0
 
 
@@ -119,15 +116,3 @@ def test_responding_peer_stays_connected(server: Server, monkeypatch: pytest.Mon
     watch_peer(transport)
     assert stays(transport.is_active, scaled(2.0))
     transport.close()
-
-
-def test_ssh_uses_the_same_jump_host(server: Server, gate: Server, tmp_path: Path) -> None:
-    """mpirun starts the nodes' daemons with this configuration."""
-    config = tmp_path / "ssh_config"
-    config.write_text(build_ssh_config([behind(server, gate)], both_known(server, gate)))
-    done = subprocess.run(["ssh", "-F", config, "csd0", "pwd"], capture_output=True, text=True, check=False)
-    assert done.stdout.strip() == str(server.home), done.stderr
-    assert len(gate.connections) == 1
-    gate.trust(server.public_key)
-    refused = subprocess.run(["ssh", "-F", config, "csd0", "pwd"], capture_output=True, check=False)
-    assert refused.returncode == 255, "a jump host with another key is refused by ssh too"

@@ -6,8 +6,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from csdctl.transport.commands import Setting, build_wrapped_command
 
@@ -51,14 +49,6 @@ def run_in(name: str, arguments: list[str], home: Path, *, is_users: bool = True
 @pytest.mark.fault(62)
 def test_arguments_arrive_byte_by_byte(name: str, tmp_path: Path, is_users: bool) -> None:
     assert run_in(name, ARGUMENTS, tmp_path, is_users=is_users) == list(map(os.fsencode, ARGUMENTS))
-
-
-@in_every_shell
-@given(st.lists(st.binary(max_size=30).map(lambda content: content.replace(b"\0", b"")), min_size=1))
-@settings(max_examples=20)
-@pytest.mark.fault(62)
-def test_any_bytes_arrive(name: str, arguments: list[bytes]) -> None:
-    assert run_in(name, list(map(os.fsdecode, arguments)), Path("/")) == arguments
 
 
 @in_every_shell
