@@ -3,7 +3,7 @@
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from csdctl.launch.mpirun import Mpirun
 from csdctl.runs.directory import CappedLog
 from csdctl.supervision.rank_processes import EventValidator, RankProcess, StartRank
 from csdctl.transport.commands import MERGE_STREAMS
-from csdctl.transport.many import open_session
+from csdctl.transport.many import Connections
 from csdctl.transport.meter import LinkBytes
 from csdctl.transport.session import Session
 from csdctl.worker.protocol.orders import Order
@@ -184,9 +184,8 @@ class RankStarter:
             before.close()
         self.opened.pop(node, ExitStack()).close()
         with ExitStack() as opened:  # closed again when this attempt fails
-            session = opened.enter_context(
-                open_session(fleet, node, directory=self.directory, on_traffic=self.on_traffic)
-            )
+            connections = opened.enter_context(closing(Connections(fleet, self.directory, self.on_traffic)))
+            session = connections.connect(fleet.node(node))
             opened.enter_context(relock_machine(session, python, doing="train", directory=self.directory))
             clean_machine(session, python, left_there, deadline_s=END_DEADLINE_S)
             if not before and self.prepare_late_node:

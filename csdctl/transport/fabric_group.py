@@ -130,11 +130,8 @@ class _RemoteRunner(Remote):  # type: ignore[misc]
 class FleetGroup(fabric.ThreadingGroup):  # type: ignore[misc]
     """A Fabric group of the nodes of a fleet, a context manager. GroupException has the results of all."""
 
-    connections: Connections
-
-    def close(self) -> None:
-        """End running commands on the nodes, and close all connections."""
-        self.connections.close()
+    close: Callable[[], None]
+    """Ends running commands on the nodes, and closes all connections."""
 
 
 def open_group(
@@ -160,9 +157,9 @@ def open_group(
     if folder:
         config.set_project_location(str(folder))
         config.load_project()
-    connections = Connections(fleet, directory, connect_deadline_s, on_traffic)
+    connections = Connections(fleet, directory, on_traffic, connect_deadline_s)
     group: FleetGroup = FleetGroup.from_connections(
         FleetConnection(node, config.clone(), connections.connect) for node in fleet.nodes
     )
-    group.connections = connections
+    group.close = connections.close
     return group

@@ -81,18 +81,15 @@ def run_on_all(
     if not items:
         return {}
     executor = ThreadPoolExecutor(min(max_workers, len(items)), thread_name_prefix="csdctl")
-    outcomes: dict[str, Outcome[ResultT]] = {}
     try:
-        calls = [executor.submit(_call, name, item, function) for name, item in items.items()]
-        for call in as_completed(calls):
-            outcome = call.result()
-            outcomes[outcome.name] = outcome
-            on_done(outcome)
+        calls = {name: executor.submit(_call, name, item, function) for name, item in items.items()}
+        for call in as_completed(calls.values()):
+            on_done(call.result())
     except BaseException:
         executor.shutdown(wait=False, cancel_futures=True)
         raise
     executor.shutdown()
-    return {name: outcomes[name] for name in items}
+    return {name: call.result() for name, call in calls.items()}
 
 
 def errors_of(outcomes: Mapping[str, Outcome[ResultT]]) -> dict[str, CsdctlError]:
@@ -119,7 +116,11 @@ class Connections:
     """The connections of one command to a fleet. The caller closes it."""
 
     def __init__(
-        self, fleet: Fleet, directory: Path, connect_deadline_s: float, on_traffic: OnTraffic
+        self,
+        fleet: Fleet,
+        directory: Path,
+        on_traffic: OnTraffic,
+        connect_deadline_s: float = CONNECT_DEADLINE_S,
     ) -> None:
         """`on_traffic` gets the byte counts at the end."""
         from csdctl.transport import ssh  # paramiko takes 0.1 s to load
@@ -137,7 +138,6 @@ class Connections:
         with self._lock:
             self._is_over = True
             sessions = {str(number): session for number, session in enumerate(self._open)}
-            self._open.clear()
         # Before the jump hosts, because commands on nodes are ended over these sessions.
         run_on_all(sessions, lambda session: session.close())
         self._jumps.close()
@@ -183,7 +183,7 @@ def run_on_nodes(
     nodes = {node.name: node for node in fleet.nodes}
     num_at_once = min(len(nodes), MAX_WORKERS, allow_open_files(len(nodes)))
     host: dict[str, Node | Session] = {HOST_NAME: _open_host(fleet, directory)} if has_host else {}
-    connections = Connections(fleet, directory, connect_deadline_s, on_traffic)
+    connections = Connections(fleet, directory, on_traffic, connect_deadline_s)
 
     def visit(machine: Node | Session) -> ResultT:
         session = connections.connect(machine) if isinstance(machine, Node) else connections.keep(machine)
@@ -208,20 +208,11 @@ def open_sessions(
     """Open one session to each node of `fleet`, and one to the host in `directory`. Close all at exit."""
     check_open_files(len(fleet.nodes))
     nodes = {node.name: node for node in fleet.nodes}
-    with contextlib.closing(Connections(fleet, directory, connect_deadline_s, on_traffic)) as connections:
+    with contextlib.closing(Connections(fleet, directory, on_traffic, connect_deadline_s)) as connections:
         host = connections.keep(_open_host(fleet, directory))
         outcomes = run_on_all(nodes, connections.connect, on_done=on_done)
         opened = {name: outcome.get() for name, outcome in outcomes.items() if not outcome.error}
         yield Sessions({HOST_NAME: host, **opened}, errors_of(outcomes))
-
-
-@contextlib.contextmanager
-def open_session(
-    fleet: Fleet, name: str, *, directory: Path, on_traffic: OnTraffic = lambda sent: None
-) -> Iterator[Session]:
-    """Open a separate session to node `name`. Raises the errors of `connect`."""
-    with contextlib.closing(Connections(fleet, directory, CONNECT_DEADLINE_S, on_traffic)) as connections:
-        yield connections.connect(fleet.node(name))
 
 
 def _open_host(fleet: Fleet, directory: Path) -> LocalSession:

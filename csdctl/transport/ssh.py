@@ -76,8 +76,7 @@ class JumpHosts:
     def __init__(self, known_hosts: KnownHosts) -> None:
         self.known_hosts = known_hosts
         self._locks: defaultdict[Node, threading.Lock] = defaultdict(threading.Lock)
-        self._transports: dict[Node, StrictTransport] = {}
-        self._errors: dict[Node, errors.CsdctlError] = {}
+        self._results: dict[Node, StrictTransport | errors.CsdctlError] = {}
         self.opened: list[tuple[Node, Meter]] = []
         """Every connection that was started, to jump hosts and to nodes, including failed ones."""
 
@@ -108,26 +107,28 @@ class JumpHosts:
 
     def close(self) -> None:
         """Close the connections to all jump hosts, and with them the connections that they forward."""
-        for transport in self._transports.values():
-            transport.close()
+        for result in self._results.values():
+            if isinstance(result, StrictTransport):
+                result.close()
 
     def _connect(self, node: Node, jump: Node, deadline: Deadline) -> StrictTransport:
         # The thread that connects to the jump host has the same deadline. It learns why that fails.
         if not self._locks[jump].acquire(timeout=deadline.left_s + 1.0):
             raise _jump_timeout(node, jump, deadline)
         try:
-            if jump not in self._transports and jump not in self._errors:
+            if jump not in self._results:
                 try:
-                    self._transports[jump] = open_transport(jump, deadline, self)
+                    self._results[jump] = open_transport(jump, deadline, self)
                 except errors.CsdctlError as error:
-                    self._errors[jump] = error
-            if failure := self._errors.get(jump):
-                is_nested = isinstance(failure, errors.JumpHostError)
-                problem = failure.message if is_nested else f"jump host {jump.name}: {failure.message}"
-                raise errors.JumpHostError(problem, node=node.name, remedy=failure.remedy)
-            return self._transports[jump]
+                    self._results[jump] = error
         finally:
             self._locks[jump].release()
+        result = self._results[jump]
+        if isinstance(result, StrictTransport):
+            return result
+        is_nested = isinstance(result, errors.JumpHostError)
+        problem = result.message if is_nested else f"jump host {jump.name}: {result.message}"
+        raise errors.JumpHostError(problem, node=node.name, remedy=result.remedy)
 
 
 def _jump_timeout(node: Node, jump: Node, deadline: Deadline) -> errors.JumpHostError:

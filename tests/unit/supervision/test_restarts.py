@@ -166,6 +166,12 @@ def test_process_that_ends_whenever_it_starts_is_not_restarted_for_ever(fleet: F
     assert [process.rank for process in fleet.processes[3:]] == [1] * fleet.patience.max_restarts
 
 
+def test_trial_ends_with_the_first_link_that_is_lost(fleet: Fleet) -> None:
+    fleet.is_resumable, fleet.min_nodes = False, 2
+    fleet.scripts[1] = lambda fleet: fleet.break_link(1, "cut")
+    assert "its link was lost: cut" in fleet.run_to_error().message
+
+
 def test_links_that_fail_while_a_node_is_off_do_not_count_against_its_process(fleet: Fleet) -> None:
     """Its connection is found to be dead later, and its process is then restarted."""
 
