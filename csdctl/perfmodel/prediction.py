@@ -102,14 +102,9 @@ class RankModel:
     """Its private samples as a share of all samples. Its share of every step must be at least as large."""
 
     @property
-    def step_s(self) -> float:
-        """Seconds of its step, alone."""
-        return self.step_time.at(self.batch_size)
-
-    @property
     def samples_per_s(self) -> float:
         """Samples per second, alone."""
-        return self.batch_size / self.step_s
+        return self.batch_size / self.step_time.at(self.batch_size)
 
 
 @dataclass(frozen=True)

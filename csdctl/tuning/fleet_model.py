@@ -28,11 +28,9 @@ Array = Any
 HUBER_K = 1.345
 """Residuals beyond this many standard deviations weigh less. 95% efficient where none is an outlier."""
 MIN_SCALE = 0.01
-"""Minimum noise for the weights of residuals."""
 MAD_TO_SIGMA = 1.4826
 """Standard deviation of a normal distribution, relative to its median absolute deviation."""
 NUM_REWEIGHTS = 20
-"""Maximum number of iterations of the reweighted fit."""
 MIN_GROWTH = 0.05
 """By which share a step grows up to the largest probed batch, where noise hides the growth."""
 NUM_NEWEST = 5

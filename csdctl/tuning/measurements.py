@@ -91,7 +91,6 @@ class TrialRank:
     """One rank of a trial."""
 
     machine_class: str
-    """Key of its machine class."""
     batch_size: int
     settings: Runtime
 

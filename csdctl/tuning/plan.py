@@ -229,13 +229,8 @@ class Plan(Document):
 
     def with_ranks(self, ranks: list[RankPlan]) -> "Plan":
         """Return the plan with some of its ranks, without what was predicted and compared for all."""
-        blank: dict[str, object] = {
-            "predicted": None,
-            "trains_on_host": False,
-            "strategies": [],
-            "left_out": [],
-        }
-        return self.model_copy(update={"ranks": ranks, **blank})
+        blank: dict[str, object] = {"predicted": None, "strategies": [], "left_out": []}
+        return self.model_copy(update={"ranks": ranks, "trains_on_host": False, **blank})
 
     def for_host_alone(self) -> "Plan":
         """Return the plan whose only rank is the host's, with the same global batch."""

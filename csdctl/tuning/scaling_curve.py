@@ -30,6 +30,7 @@ class ScalableFleet:
     """A fleet of any number of nodes: its ranks, the costs of training together, and its batch sizes."""
 
     host: RankModel
+    """It must be in a plan, as nodes with private data."""
     nodes: tuple[RankModel, ...]
     """The fleet's nodes in order. A larger fleet repeats them."""
     sum_cost: CollectiveCost = field(default_factory=CollectiveCost)
@@ -40,15 +41,13 @@ class ScalableFleet:
     """The limits of a fleet with this number of nodes, whose batch sizes are then chosen as by `tune`.
 
     None: each rank keeps its batch size."""
-    is_required: bool = False
-    """Whether every node must be in the plan, because each has private data."""
     is_planned: bool = False
     """Whether the ranks keep their batch sizes for the current number of nodes."""
     idle: frozenset[str] = frozenset()
     """Ranks that do not train in that plan: nodes that it leaves out, or the host."""
 
     def sum_s(self, num_ranks: int) -> float:
-        """Return the seconds of one sum."""
+        """Return the seconds of a sum."""
         return self.sum_cost.at(self.vector_bytes, num_ranks)
 
     def plan(self, num_nodes: int) -> BestPlan:
@@ -58,13 +57,9 @@ class ScalableFleet:
         """
         if not self.limits or (self.is_planned and num_nodes == len(self.nodes)):
             return self._keep_plan(num_nodes)
-        nodes = [
-            replace(node, is_required=self.is_required or node.is_required)
-            for node in self._repeat(num_nodes)
-        ]
         return find_best_ranks(
-            replace(self.host, is_required=True),
-            nodes,
+            self.host,
+            self._repeat(num_nodes),
             self.limits(num_nodes),
             sum_s=self.sum_s,
             overhead_factor=self.overhead_factor if num_nodes else 1.0,
@@ -81,7 +76,6 @@ class ScalableFleet:
         return BestPlan(sizes, prediction, tuple(rank.node for rank in ranks[1:] if rank.node in self.idle))
 
     def _repeat(self, count: int) -> list[RankModel]:
-        """Return `count` nodes, of which those beyond the fleet's repeat them under other names."""
         if count and not self.nodes:
             raise ValueError("nodes cannot be predicted without one to repeat")
         nodes = []

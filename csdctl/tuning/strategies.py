@@ -21,7 +21,6 @@ from csdctl.worker.protocol.probe import PartTimes
 from csdctl.worker.protocol.run_spec import SplitSpec
 
 MEASURED_BATCH = 32
-"""The batch size at which parts are timed."""
 BACKWARD_SHARE = 2 / 3
 """Share of the backward pass in the FLOPs of both passes."""
 MIN_CUT_DISTANCE = 0.03

@@ -28,18 +28,11 @@ from csdctl.reporting.numbers import format_seconds
 from csdctl.reporting.results import list_forecast_errors
 from csdctl.runs.directory import ProjectDirectory
 from csdctl.runs.measurements import MeasurementStore
+from csdctl.tuning import scaling_curve
 from csdctl.tuning.fleet_model import fit_collective
 from csdctl.tuning.measurements import CollectiveMeasurement
 from csdctl.tuning.plan import DATA_PARALLEL, SPLIT, Plan, load_plan
-from csdctl.tuning.scaling_curve import (
-    CurvePoint,
-    CurveVerdict,
-    Power,
-    ScalableFleet,
-    judge,
-    predict_curve,
-    size_ranks,
-)
+from csdctl.tuning.scaling_curve import CurvePoint, CurveVerdict, Power, ScalableFleet
 from csdctl.tuning.search import Limits, default_limits, read_limits
 from csdctl.workflows.data.files import prepare_code
 from csdctl.workflows.data.prepare import PreparedData, load_prepared
@@ -50,7 +43,6 @@ EMULATED = "emulated on one machine, which shows how ranks balance, not how fast
 """Before the origin of the speeds of an emulated fleet."""
 TUNE = "run `csdctl tune`"
 MAX_NODES = 10_000
-"""The largest number of nodes of a forecast."""
 MAX_COUNTS = 60
 """Numbers of nodes in one forecast, evenly. Each takes a line, and a search for its batch sizes."""
 
@@ -63,7 +55,6 @@ class ForecastRequest:
     """None: 0 to all nodes of the basis."""
     epochs: int | None = None
     num_samples: int | None = None
-    """Samples of an epoch."""
     power: Power | None = None
     max_global_batch: int | None = None
     """Replaces the limit that the plan was tuned with, so that the plan is not used."""
@@ -79,7 +70,6 @@ class ForecastBasis:
     origins: Mapping[str, str]
     """The origins of `speeds`, `sum`, `power` and more, as sentences. Assumptions are marked as such."""
     spread: Spread
-    """The error of the forecast."""
     power: Power | None = None
     num_samples: int | None = None
     """Samples of an epoch. None: unknown."""
@@ -97,7 +87,7 @@ class ForecastBasis:
 
 @dataclass(frozen=True)
 class Forecast:
-    """A curve over the number of nodes, and what it is computed from."""
+    """A curve over the number of nodes."""
 
     basis: ForecastBasis
     points: list[CurvePoint]
@@ -138,14 +128,13 @@ def forecast(basis: ForecastBasis, request: ForecastRequest) -> Forecast:
         point.num_nodes: replace(
             point, samples_per_s_range=basis.range_of(point.num_nodes, point.samples_per_s)
         )
-        for point in predict_curve(basis.fleet, sorted({*counts, *judged}), basis.power)
+        for point in scaling_curve.predict_curve(basis.fleet, sorted({*counts, *judged}), basis.power)
     }
-    verdict = judge(list(curve.values()), basis.fleet.nodes) if most else None
+    verdict = scaling_curve.judge(list(curve.values()), basis.fleet.nodes) if most else None
     return Forecast(basis, [curve[count] for count in counts], verdict)
 
 
 def _with_request(basis: ForecastBasis, request: ForecastRequest, most: int) -> ForecastBasis:
-    """Return the basis with the figures of the request, and with the assumptions that remain."""
     origins = dict(basis.origins)
     if request.num_samples is not None:
         origins["samples"] = "as given on the command line"
@@ -219,10 +208,10 @@ def _scale(
 ) -> tuple[ScalableFleet, int]:
     """Return the fleet with the plan's batch sizes for its own nodes, and the number of probes.
 
-    Batch sizes for other numbers of nodes are the best within the `given` limits. `num_samples` of an epoch,
-    None: unknown.
+    Batch sizes for other numbers of nodes are the best within the `given` limits.
     """
-    model = measurements.recall_fleet()
+    is_private, nodes_of_fleet = job.private_path is not None, measurements.fleet.machines[1:]
+    model = measurements.recall_fleet(required=nodes_of_fleet if is_private else ())
     classes = model.classes.values()
     if unknown := [name for members in classes if not members.points for name in members.machines]:
         missing = f"{_name(measurements)}, with this recipe and form of data, was not measured on "
@@ -233,7 +222,6 @@ def _scale(
         step_times, num_ranks = model.step_times(), len(plan.ranks)
         ranks = [(step_times[rank.node], rank.batch_size) for rank in plan.ranks]
         overhead_factor = calibrate_overhead(ranks, prediction.step_s, model.sum_s(num_ranks))
-    is_private = job.private_path is not None
 
     def limits(num_nodes: int) -> Limits:
         num_required = 1 + num_nodes if is_private else 1
@@ -247,7 +235,6 @@ def _scale(
         vector_bytes=model.vector_bytes,
         overhead_factor=overhead_factor,
         limits=limits,
-        is_required=is_private,
     )
     if plan:
         idle = {rank.node for rank in plan.ranks if not rank.batch_size}
@@ -256,7 +243,7 @@ def _scale(
         sizes = {rank.node: rank.batch_size for rank in plan.ranks}
     else:
         sizes = scalable.plan(len(nodes)).batch_sizes
-    host, *nodes = size_ranks([host, *nodes], sizes)
+    host, *nodes = scaling_curve.size_ranks([host, *nodes], sizes)
     return replace(scalable, host=host, nodes=tuple(nodes)), sum(len(members.points) for members in classes)
 
 
@@ -267,7 +254,6 @@ def _name(measurements: FleetMeasurements) -> str:
 def _load_valid_plan(
     job: Job, project: ProjectDirectory, fleet: Fleet, facts: Mapping[str, Facts]
 ) -> tuple[Plan | None, str]:
-    """Return the plan of `job` if training would follow it. Else None and why, '' when there is none."""
     path = project.plan(job.name)
     if not path.exists():
         return None, ""
@@ -281,7 +267,6 @@ def _load_valid_plan(
 
 
 def _describe_strategy(plan: Plan) -> dict[str, str]:
-    """Return what the plan says of its strategy, where a forecast is of another one."""
     if plan.strategy == DATA_PARALLEL:
         return {}
     ranges = [
@@ -304,7 +289,6 @@ def _describe_sums(sums: Sequence[CollectiveMeasurement]) -> str:
 
 
 def _unknown(reason: str, remedy: str) -> InputError:
-    """Return the error for a fleet or job without the measurements that a forecast needs."""
     return InputError(f"cannot forecast: {reason}", remedy=remedy)
 
 
@@ -317,7 +301,6 @@ def _find_measurements(
     data: PreparedData | None,
     say: Say,
 ) -> FleetMeasurements:
-    """Return the measurements of `project`. Raises InputError, and what building a new model raises."""
     if undiscovered := [name for name in fleet.machines if name not in facts or not is_ready(facts[name])]:
         raise _unknown(f"the facts of {format_node_names(undiscovered)} are unknown", "run `csdctl discover`")
     if not project.measurements.exists():
@@ -334,7 +317,7 @@ def _find_measurements(
 
 
 def _stated_power(fleet: Fleet) -> Power | None:
-    """Return the power of host and nodes if fleet.yaml states it for all of them. The mean of the nodes."""
+    """Return the power of the host and the mean of the nodes, if fleet.yaml states it for all of them."""
     powers = [fleet.power_of(name) for name in fleet.machines]
     stated = [power for power in powers if power and power.watts is not None]
     if not fleet.nodes or len(stated) < len(powers) or stated[0].includes_nodes or not stated[0].watts:

@@ -12,15 +12,8 @@ from csdctl.fleet.model import HOST_NAME, Fleet
 from csdctl.fleet.names import format_node_names
 from csdctl.job.model import Job, describe_job, hash_own_files
 from csdctl.notify import Say
-from csdctl.tuning.plan import (
-    MAX_BATCH_SIZE,
-    MAX_THREADS,
-    Plan,
-    PlanFingerprint,
-    RankPlan,
-    list_changes,
-    load_plan,
-)
+from csdctl.tuning import plan as plans
+from csdctl.tuning.plan import MAX_BATCH_SIZE, Plan, PlanFingerprint, RankPlan
 from csdctl.worker.protocol.run_spec import Runtime
 
 RETUNE = "run `csdctl tune` again"
@@ -40,7 +33,7 @@ def find_changes(plan: Plan, job: Job, facts: Mapping[str, Facts]) -> list[str]:
     epochs = plan.made_for and plan.made_for.job.get("recipe.epochs")
     if isinstance(epochs, int) and sum(forecast.first_run_s is not None for forecast in plan.strategies) < 2:
         job = replace(job, recipe=replace(job.recipe, epochs=epochs))
-    changes = list_changes(plan.made_for, build_fingerprint(plan, job, facts)) if plan.made_for else []
+    changes = plans.list_changes(plan.made_for, build_fingerprint(plan, job, facts)) if plan.made_for else []
     if plan.job_fingerprint != job.fingerprint() and not changes:
         return ["job, model or recipe"]
     return changes
@@ -67,7 +60,7 @@ def load_fitting_plan(path: Path, job: Job, fleet: Fleet, say: Say = lambda line
 
     Raises InputError, which lists what has changed.
     """
-    plan, facts = load_plan(path), dict[str, Facts]()
+    plan, facts = plans.load_plan(path), dict[str, Facts]()
     with suppress(InputError):  # damaged facts are collected again once the machines are connected
         saved = load_facts(fleet) if facts_path(fleet).exists() else {}
         facts = {name: machine for name, machine in saved.items() if not machine.problem}
@@ -130,5 +123,6 @@ def default_runtime(name: str, fleet: Fleet, facts: Mapping[str, Facts]) -> Runt
     """Return the runtime of a rank on machine `name` before any measurement: all cores it may use."""
     if name not in facts:
         return Runtime(fleet.host.threads or 1 if name == HOST_NAME else 1)
-    threads = (fleet.host.threads if name == HOST_NAME else 0) or min(facts[name].num_threads, MAX_THREADS)
+    of_host = fleet.host.threads if name == HOST_NAME else 0
+    threads = of_host or min(facts[name].num_threads, plans.MAX_THREADS)
     return Runtime(threads, device=choose_device(fleet, facts[name]))

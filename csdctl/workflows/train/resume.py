@@ -18,15 +18,8 @@ from csdctl.errors import InputError
 from csdctl.fleet.model import HOST_NAME, Fleet
 from csdctl.job.model import Job
 from csdctl.notify import Say
-from csdctl.runs.directory import (
-    LATEST,
-    NEW_RUN,
-    Manifest,
-    ProjectDirectory,
-    RunDirectory,
-    find_run,
-    keep_step_file,
-)
+from csdctl.runs import directory
+from csdctl.runs.directory import NEW_RUN, Manifest, ProjectDirectory, RunDirectory
 from csdctl.worker.protocol.events import EARLY_STOPPING, CheckpointSaved, Finished, Joined
 from csdctl.worker.protocol.json_codec import ProtocolError, from_json, to_json
 from csdctl.worker.protocol.recipe import Noise
@@ -41,7 +34,7 @@ FORMER_HOST = "former-host"
 
 def find_started(project: ProjectDirectory, run_id: str, say: Say) -> RunDirectory:
     """Return a run as `find_run`, but the latest one that has started its ranks: it can be resumed."""
-    return find_run(project, run_id, say, lambda run: (run.read_manifest(), load_spec(run)))
+    return directory.find_run(project, run_id, say, lambda run: (run.read_manifest(), load_spec(run)))
 
 
 def find_resumable(project: ProjectDirectory, run_id: str, job: Job, fleet: Fleet, say: Say) -> RunDirectory:
@@ -190,7 +183,7 @@ def take_over(project: ProjectDirectory, run_id: str, server: str, state: Path, 
     if not server:
         return
     _move_copy(project, run_id, state)
-    run = find_run(project, run_id, say)
+    run = directory.find_run(project, run_id, say)
     manifest = run.load_manifest()
     if manifest["server"] != server and any(rank["node"] == server for rank in manifest["plan"]["ranks"]):
         run.save_manifest(with_host(manifest, server))
@@ -204,7 +197,7 @@ def _move_copy(project: ProjectDirectory, run_id: str, state: Path) -> None:
     """
     copies = ProjectDirectory(state / COPIES)
     run_ids = copies.run_ids()
-    if not run_ids or (run_id == LATEST and run_ids[-1] < max(project.run_ids(), default="")):
+    if not run_ids or (run_id == directory.LATEST and run_ids[-1] < max(project.run_ids(), default="")):
         return
     try:
         copy = copies.find_run(run_id)
@@ -214,7 +207,7 @@ def _move_copy(project: ProjectDirectory, run_id: str, state: Path) -> None:
     if not state.exists() and run.manifest.exists():
         return
     make_directory(run.logs)
-    keep_step_file(state, run.kept_step_file)
+    directory.keep_step_file(state, run.kept_step_file)
     if state.exists() or not run.kept_step_file.exists():
         raise InputError(
             f"found no state of run {run.run_id} in {state} that could be moved to {run.kept_step_file}",

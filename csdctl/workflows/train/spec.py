@@ -20,16 +20,9 @@ from csdctl.placement.equation1 import Placed, PlacementError, place_shards
 from csdctl.runs.directory import RunDirectory
 from csdctl.shipping.store import StoredFile
 from csdctl.tuning.plan import DATA_PARALLEL, SPLIT, Plan, RankPlan
+from csdctl.worker.protocol import run_spec
 from csdctl.worker.protocol.recipe import Recipe
-from csdctl.worker.protocol.run_spec import (
-    DatasetSlice,
-    HeadSpec,
-    Prefix,
-    RankSpec,
-    RunSpec,
-    SplitSpec,
-    TaskSpec,
-)
+from csdctl.worker.protocol.run_spec import DatasetSlice, RankSpec, RunSpec
 from csdctl.workflows.data.compile import ModelCompiler
 from csdctl.workflows.data.files import SerializedModel, cut_shards, whole
 from csdctl.workflows.data.prepare import Prepared
@@ -81,13 +74,13 @@ class RunModel:
     on_host: SerializedModel
     on_nodes: SerializedModel
     """The model whose files the nodes get."""
-    head: HeadSpec | None = None
-    split: SplitSpec | None = None
+    head: run_spec.HeadSpec | None = None
+    split: run_spec.SplitSpec | None = None
     prefix_files: tuple[StoredFile, ...] = ()
     """Files that a machine needs to compute features, if the model is a head."""
 
     @property
-    def prefix(self) -> Prefix:
+    def prefix(self) -> run_spec.Prefix:
         """The frozen part of the model, which computes features."""
         assert self.head is not None
         return self.head.prefix
@@ -100,7 +93,7 @@ class ResolvedRun:
     context: RunContext
     data: RunData
     model: RunModel
-    task: TaskSpec
+    task: run_spec.TaskSpec
     recipe: Recipe
     is_balanced: bool = True
     """Whether the strategy allows that batch sizes change during the run."""

@@ -8,7 +8,7 @@ samples are public, their features may leave the nodes, and the host trains the 
 import math
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -367,48 +367,49 @@ class _Machine:
 
     def extract(self) -> tuple[RankSpec, DatasetSlice | None]:
         samples = self._samples()
-        sources = [(source, count, views) for source, count, views in samples if source is not None]
-        extracted = self._call([source for source, _, _ in sources], 0) if sources else Extracted((), 0)
-        num_rows = [count * views for _, count, views in sources]
-        for info, count in zip(extracted.parts, num_rows, strict=True):
-            self._check(info, count)
-        self.num_samples = sum(num_rows)
+        extracted = self._call(samples, 0) if samples else Extracted((), 0)
+        features: dict[str, Any] = {}
+        for info, (name, (_, count, num_views)) in zip(extracted.parts, samples.items(), strict=True):
+            self._check(info, count * num_views)
+            self.num_samples += count * num_views
+            features[name] = replace(whole(info), num_views=num_views)
         self.num_computed = min(extracted.num_computed, self.num_samples)
-        features = iter(extracted.parts)
-        private, public, validation = (
-            None if source is None else replace(whole(next(features)), num_views=views)
-            for source, _, views in samples
-        )
-        return replace(self.rank, private=private, public=public), validation
+        validation = features.pop("validation", None)
+        return replace(self.rank, **features), validation
 
     def recompute(self) -> Recomputed:
-        sources = [source for source, _, _ in self._samples() if source is not None]
-        if not sources:
+        if not (samples := self._samples()):
             return Recomputed(0, 0.0)
-        checked = self._call(sources, NUM_CHECKED_ROWS).checked
+        checked = self._call(samples, NUM_CHECKED_ROWS).checked
         if checked is None:
             raise RemoteCommandError(f"{COMPUTING}: received no comparison", node=self.rank.node)
         return checked
 
-    def _samples(self) -> list[tuple[DatasetSlice | None, int, int]]:
+    def _samples(self) -> dict[str, tuple[DatasetSlice, int, int]]:
         """Return private, public and validation samples, with their number and the views of each."""
         rank, prepared = self.rank, self.context.prepared
         num_validation = prepared.validation.num_samples if prepared.validation else 0
         num_views = max(1, prepared.recipe.views)
-        return [
-            (rank.private, rank.num_private - rank.num_repeated, num_views),
-            (rank.public, rank.num_public, num_views),
-            (self.validation, num_validation, 1),
-        ]
+        samples: dict[str, tuple[DatasetSlice | None, int, int]] = {
+            "private": (rank.private, rank.num_private - rank.num_repeated, num_views),
+            "public": (rank.public, rank.num_public, num_views),
+            "validation": (self.validation, num_validation, 1),
+        }
+        return {
+            name: (source, count, views)
+            for name, (source, count, views) in samples.items()
+            if source is not None
+        }
 
-    def _call(self, sources: Sequence[DatasetSlice], num_checked: int) -> Extracted:
+    def _call(self, samples: Mapping[str, tuple[DatasetSlice, int, int]], num_checked: int) -> Extracted:
         prepared, recipe = self.context.prepared, self.context.prepared.recipe
+        first, *more = (source for source, _, _ in samples.values())
         spec = protocol.ExtractSpec(
-            sources[0],
+            first,
             FEATURE_STORE,
             self.prefix,
             self.rank.runtime,
-            more_sources=tuple(sources[1:]),
+            more_sources=tuple(more),
             augmented=protocol.Augmented(recipe.augment, recipe.seed, recipe.views) if recipe.views else None,
             num_checked=num_checked,
             num_plain=int(self.validation is not None),

@@ -13,15 +13,8 @@ from typing import Any
 
 from csdctl.errors import CsdctlError, OutOfMemoryError
 from csdctl.reporting.numbers import format_count, format_rate, format_seconds
-from csdctl.tuning import plan_choice
-from csdctl.tuning.fleet_model import (
-    FleetModel,
-    TrialResult,
-    TriedPlan,
-    fit_collective,
-    predict_peak_bytes,
-    rank_memory_bytes,
-)
+from csdctl.tuning import fleet_model, plan_choice
+from csdctl.tuning.fleet_model import FleetModel, TrialResult, TriedPlan
 from csdctl.tuning.measurements import ProbeOutcome
 from csdctl.tuning.plan import RankPlan
 from csdctl.tuning.plan_choice import TunedFleet, choose_plan
@@ -39,7 +32,6 @@ SUM_BYTES = (1 << 16, 1 << 20, 1 << 23)
 FIRST_TRIAL_S, TRIAL_S = 2.0, 3.0
 """Predicted duration of a trial. The first one after probes, which may lead to a second, is shorter."""
 MIN_STEPS, MAX_STEPS = 2, 1000
-"""Limits of the number of steps of a trial."""
 MAX_TRIALS = 2
 """Trials of plans that the model calls the best."""
 MAX_OOM_RETRIES = 3
@@ -61,10 +53,8 @@ class FleetMeasurer:
         training = self._space.fleet.machines if is_host_training else self._space.fleet.machines[1:]
         self.peaks: dict[str, dict[int, int]] = {name: {} for name in training}
         """Peak memory of a rank in bytes, by machine that trains and batch size larger than all before."""
-        self.num_probes = 0
-        """Probes so far, on all machines."""
-        self.measuring_s = 0.0
-        """Seconds spent on probes, sums and trials so far."""
+        self.num_probes, self.measuring_s = 0, 0.0
+        """Probes so far, and the seconds that they, sums and trials have taken."""
         self.start_s = 0.0
         """The longest time in which the ranks have started, with their links."""
 
@@ -139,15 +129,13 @@ class FleetMeasurer:
         return self._run
 
     def _fits(self, name: str, size: int) -> bool:
-        """Return whether a batch may fit into a machine's memory."""
-        usable_bytes = rank_memory_bytes(self._space.facts[name].usable_memory_bytes)
+        usable_bytes = fleet_model.rank_memory_bytes(self._space.facts[name].usable_memory_bytes)
         peaks = self.peaks[name]
         if not usable_bytes or size <= max(peaks, default=0):
             return True
-        return (predict_peak_bytes(peaks, size) or 0) <= usable_bytes
+        return (fleet_model.predict_peak_bytes(peaks, size) or 0) <= usable_bytes
 
     def _note(self, probed: Probed) -> ProbeOutcome:
-        """Return the outcome of a probe, and note the memory that it took."""
         size, peaks = probed.batch_size, self.peaks[probed.node]
         if probed.step_time_s is None:
             return ProbeOutcome(size, None, is_oom_kill=True)
@@ -212,7 +200,7 @@ class FitTuner:
             self._say(f"timing sums over {num_ranks} ranks")
             smaller = [size for size in SUM_BYTES if size < model.vector_bytes]
             self.measurements.store_sums(self.measurer.time_sums([*smaller, model.vector_bytes], [2]))
-        model = replace(model, collective_cost=fit_collective(self.measurements.collectives()))
+        model = replace(model, collective_cost=fleet_model.fit_collective(self.measurements.collectives()))
         self._say(
             f"a sum of the model's {model.vector_bytes / 1e6:.1f} MB over {num_ranks} ranks takes "
             f"{model.sum_s(num_ranks) * 1000:.1f} ms"

@@ -27,9 +27,7 @@ MIN_PROMISE = 0.1
 MAX_CUTS = 5
 """Number of cuts whose parts are timed: those of which FLOPs promise most."""
 SPLIT_TRIAL_S = 8.0
-"""Forecast duration of the trial of a split."""
 MIN_SPLIT_STEPS, MAX_SPLIT_STEPS = 4, 200
-"""Limits of the number of steps of that trial."""
 
 
 def check_possible(strategy: str, cut: str, context: RunContext) -> None:
@@ -57,7 +55,6 @@ class StrategyChooser:
     process_s: float
     """Seconds in which the ranks start, with their links."""
     impossible: dict[Strategy, str] = field(default_factory=dict)
-    """Strategies that are not possible, and why."""
 
     def choose(self) -> Plan:
         """Return the plan with the strategy that takes the least time.

@@ -35,7 +35,6 @@ from csdctl.workflows.workspace.workspace import open_workspace
 TIME_TO_ACCURACY: Final = "time-to-accuracy"
 FIT: Final = "fit"
 STANNIS: Final = "stannis"
-"""The option that chooses the fit method, in messages."""
 CONFIRM_DURATION_S = 3.0
 """The shortest time for which Algorithm 1's batch sizes are measured again."""
 

@@ -31,17 +31,10 @@ from csdctl.worker.protocol.events import EpochEnd, Event, Joined, Probed, SumTi
 from csdctl.worker.protocol.orders import Order, Probe, Stop, TakeSteps, TrialShard
 from csdctl.worker.protocol.probe import ProbeRequest
 from csdctl.worker.protocol.run_spec import ELEMENT_SPEC, TRIAL, TRIAL_SPLIT, RankSpec, TaskSpec
+from csdctl.workflows.train import spec as specs
 from csdctl.workflows.train.request import TrainOptions
 from csdctl.workflows.train.run import run_ranks
-from csdctl.workflows.train.spec import (
-    ResolvedRun,
-    RunContext,
-    RunData,
-    RunModel,
-    build_spec,
-    place_plan,
-    with_servers,
-)
+from csdctl.workflows.train.spec import ResolvedRun, RunContext, RunData, RunModel
 from csdctl.workflows.train.strategies import cut_model
 from csdctl.workflows.workspace.event_stream import EventStream
 
@@ -49,7 +42,6 @@ SKIPPING_FROM = 10
 """In a trial of at least this many steps, those before a rank's first progress event do not count: the first
 step is slow. A trial of fewer has long steps, without a slow first one."""
 PROBE_DEADLINE_S = 600.0
-"""The longest time of a probe."""
 OPTIONS = TrainOptions(
     deadlines=Patience(silence_s=2 * PROBE_DEADLINE_S, poll_s=0.05, max_restarts=0), is_balanced=False
 )
@@ -72,7 +64,7 @@ class TuningRun:
         self._resolved = self._resolve(cut)
         # As in a training run, rank 0 saves the state of every step, which takes time.
         step_file = str(context.space.project.step_file(self._directory))
-        self._spec = build_spec(self._resolved, self._directory, OPTIONS, step_file=step_file)
+        self._spec = specs.build_spec(self._resolved, self._directory, OPTIONS, step_file=step_file)
         self._orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
         self._events: queue.SimpleQueue[Event | BaseException] = queue.SimpleQueue()
         self.probed: list[Probed] = []
@@ -87,7 +79,6 @@ class TuningRun:
             self.__exit__(error)
             raise
         self.start_s = time.monotonic() - began
-        """Seconds until all ranks were linked."""
 
     def __enter__(self) -> "TuningRun":
         return self
@@ -120,7 +111,7 @@ class TuningRun:
     def take_steps(self, ranks: Sequence[RankPlan], num_steps: int) -> TrialResult:
         """Take steps with all ranks, with the batch sizes of `ranks`, which are on the same nodes."""
         context = self._context
-        placed = place_plan(ranks, context.prepared, context.job, context.space.fleet)
+        placed = specs.place_plan(ranks, context.prepared, context.job, context.space.fleet)
         shards = []
         for rank, shard in zip(ranks, placed, strict=True):
             num_samples = rank.batch_size * num_steps
@@ -199,7 +190,7 @@ class TuningRun:
         element_spec = asdict(prepared.public.element_spec)
         return ResolvedRun(
             context,
-            RunData(with_servers(ranks, context.space.fleet)),
+            RunData(specs.with_servers(ranks, context.space.fleet)),
             cut_model(context, cut) if cut else RunModel(prepared.model, prepared.model),
             task=TaskSpec(TRIAL_SPLIT if cut else TRIAL, {ELEMENT_SPEC: element_spec}),
             recipe=recipe,

@@ -65,7 +65,6 @@ class RunStarted:
     predicted_range: tuple[float, float] | None
     """Samples per second that 9 of 10 such runs reach. None: the plan predicts nothing."""
     emulated: bool = False
-    """Whether the fleet is emulated."""
     past: Iterable[Event] = ()
     """The events of a run that is resumed, from before."""
 

@@ -12,17 +12,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from csdctl import errors
 from csdctl.documents import load_json, load_kept, save_json
-from csdctl.errors import (
-    CsdctlError,
-    DeadlineError,
-    ExitCode,
-    InputError,
-    NoNodeReachableError,
-    PartialError,
-    UnreachableError,
-    option,
-)
+from csdctl.errors import CsdctlError, InputError, PartialError, option
 from csdctl.fleet.checks import FLEET_NAME, check_machines, is_ready
 from csdctl.fleet.facts import Facts, facts_path, load_facts, save_facts
 from csdctl.fleet.fleet_file import load_fleet
@@ -191,9 +183,9 @@ def unreachable_error(fleet: Fleet, failed: Mapping[str, CsdctlError]) -> Csdctl
     listed = "\n".join(f"  {error}" for error in failed.values())
     names = ",".join(failed)
     if len(failed) == len(fleet.nodes):
-        return NoNodeReachableError(f"no node of {fleet.path} can be reached:\n{listed}")
+        return errors.NoNodeReachableError(f"no node of {fleet.path} can be reached:\n{listed}")
     problem = f"{len(failed)} of {len(fleet.nodes)} nodes cannot be reached:\n{listed}"
-    return UnreachableError(
+    return errors.UnreachableError(
         problem, remedy=f"fix them, or continue without them: {option('exclude')} {names}"
     )
 
@@ -259,12 +251,13 @@ def conclude(
     if not failed:
         return
     nodes = [name for name in machines if name != HOST_NAME]
-    errors = list(failed.values())
+    problems = list(failed.values())
     remedy = f"fix them as shown above, then retry only them: {retry}"
-    if set(nodes) <= set(failed) and all(error.exit_code == ExitCode.UNREACHABLE for error in errors):
-        raise NoNodeReachableError(f"could not reach {format_node_names(nodes)}", remedy=remedy)
+    are_unreachable = (error.exit_code == errors.ExitCode.UNREACHABLE for error in problems)
+    if set(nodes) <= set(failed) and all(are_unreachable):
+        raise errors.NoNodeReachableError(f"could not reach {format_node_names(nodes)}", remedy=remedy)
     error_type: type[CsdctlError] = PartialError if len(failed) < len(machines) else CsdctlError
-    if error_type is CsdctlError and all(isinstance(error, DeadlineError) for error in errors):
-        error_type = DeadlineError
+    if error_type is CsdctlError and all(isinstance(error, errors.DeadlineError) for error in problems):
+        error_type = errors.DeadlineError
     names = format_node_names(failed)
     raise error_type(f"{command} failed on {len(failed)} of {len(machines)} machines: {names}", remedy=remedy)

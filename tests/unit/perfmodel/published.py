@@ -54,7 +54,7 @@ class PublishedNetwork:
     def host(self) -> RankModel:
         """The Xeon Silver 4108 at its batch size; the same speed at any other."""
         step_time = StepTime(0.0, 1 / self.host_samples_per_s)
-        return RankModel("host", step_time, batch_size=self.host_batch_size)
+        return RankModel("host", step_time, is_required=True, batch_size=self.host_batch_size)
 
     @property
     def node(self) -> RankModel:

@@ -33,7 +33,7 @@ FIXED_SHARE = 1 - 25 * (AT_25 - AT_16) / 9 / AT_25
 
 def newport_step_s(row: PublishedNetwork, size: int) -> float:
     """A speed that converges, and is the published one at the published batch size."""
-    full_s = row.node.step_s
+    full_s = row.node_batch_size / row.node_samples_per_s
     if size <= row.node_batch_size:
         return full_s * (FIXED_SHARE + (1 - FIXED_SHARE) * size / row.node_batch_size)
     return full_s * size / row.node_batch_size * 1.001  # no faster; so that there is one best size
@@ -64,7 +64,8 @@ def placed(row: PublishedNetwork) -> list[Placed]:
 def test_page_shows_the_batch_sizes_and_shards_that_are_computed(network: Network) -> None:
     row = TABLE_1[network]
     # The smallest batch of the host that ends Algorithm 1's loop.
-    least_size = row.node.step_s * (1 + 1 / MARGIN_SCALE) * row.host_samples_per_s
+    node_s = row.node_batch_size / row.node_samples_per_s
+    least_size = node_s * (1 + 1 / MARGIN_SCALE) * row.host_samples_per_s
     cells = [row.title, f"{row.host_batch_size} / {row.node_batch_size}", f"{least_size:.0f}"]
     for step_divisor in (1, 2):
         host, newport = tuned_sizes(row, step_divisor)

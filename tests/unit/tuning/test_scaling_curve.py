@@ -24,9 +24,9 @@ from csdctl.tuning.scaling_curve import (
 )
 from csdctl.tuning.search import Limits
 
-FLAT_HOST = RankModel("host", StepTime(0.0, 0.01), batch_size=100)
+FLAT_HOST = RankModel("host", StepTime(0.0, 0.01), is_required=True, batch_size=100)
 FLAT_NODE = RankModel("csd0", StepTime(0.0, 0.1), batch_size=10)
-HOST = RankModel("host", StepTime(0.02, 0.002), batch_size=100)
+HOST = RankModel("host", StepTime(0.02, 0.002), is_required=True, batch_size=100)
 CSD = RankModel("csd0", StepTime(0.1, 0.02), batch_size=5)
 DPU = RankModel("dpu0", StepTime(0.1, 0.01), batch_size=10)
 SUMS = CollectiveCost(fixed_s=0.001, per_rank_s=0.002)
@@ -122,11 +122,12 @@ class TestChosenBatchSizes:
         assert (pair.num_left_out, pair.sum_s) == (2, 0)
         assert pair.samples_per_s == pytest.approx(alone.samples_per_s)
         assert pair.power_w == alone.power_w == 100.0
-        [point] = predict_curve(replace(dear, is_required=True), [2])
+        required = tuple(replace(node, is_required=True) for node in dear.nodes)
+        [point] = predict_curve(replace(dear, nodes=required), [2])
         assert point.num_left_out == 0
 
     def test_slow_host_sits_out_and_still_takes_part_in_the_sum(self) -> None:
-        host = RankModel("host", StepTime(3.0, 1.0), batch_size=1)
+        host = RankModel("host", StepTime(3.0, 1.0), is_required=True, batch_size=1)
         node = RankModel("csd0", StepTime(0.01, 0.001), batch_size=50)
         strict = ScalableFleet(host, (node,), SUMS, limits=lambda num_nodes: Limits(max_global_batch=64))
         [point] = predict_curve(strict, [4])
@@ -137,9 +138,9 @@ class TestChosenBatchSizes:
         idle = replace(CHOOSING, is_planned=True, idle=frozenset({"host"}))
         [point] = predict_curve(idle, [2])
         assert (point.global_batch, point.is_host_training, point.num_left_out) == (15, False, 0)
-        assert point.step_s == pytest.approx(DPU.step_s + SUMS.at(0, 3))
+        assert point.step_s == pytest.approx(DPU.step_time.at(10) + SUMS.at(0, 3))
         [single] = predict_curve(replace(idle, nodes=(CSD,), overhead_factor=1.2), [1])
-        assert single.step_s == pytest.approx(1.2 * CSD.step_s + SUMS.at(0, 2))
+        assert single.step_s == pytest.approx(1.2 * CSD.step_time.at(5) + SUMS.at(0, 2))
 
 
 def test_overhead_factor_makes_the_model_agree_with_a_trial() -> None:
