@@ -64,8 +64,8 @@ test-aarch64: $(STAMP) $(PROVISION)/.installed ## the same for an emulated Corte
 lint-ansible: $(PROVISION)/.installed ## check ansible/ against ansible-lint's production profile
 	@cd ansible && PATH="$(CURDIR)/$(PROVISION)/bin:$$PATH" ansible-lint --offline --profile production $(ARGS)
 
-fuzz: $(STAMP) ## try changed inputs on everything that csdctl reads from others, for a minute or --minutes
-	@$(BIN)/python -m tests.fuzz $(ARGS)
+fuzz: $(STAMP) ## try changed inputs on everything that csdctl reads from others: INPUTS for each kind, from SEED
+	@FUZZ_INPUTS=$(or $(INPUTS),3000) FUZZ_SEED=$(or $(SEED),1) $(BIN)/pytest tests/fuzz $(ARGS)
 
 check: $(STAMP) ## check style, formatting, types, import rules, docs and licences
 	@echo "== ruff check";        $(BIN)/ruff check .

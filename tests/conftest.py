@@ -31,10 +31,10 @@ os.environ["CSDCTL_EMULATE_PID"] = str(os.getpid())
 LONGEST = [
     Path(__file__).parent / directory / f"test_{name}.py"
     for directory, *names in (
-        ("emulated", "demo", "features", "predict", "augment", "tune", "main_job"),
+        ("emulated", "demo", "strategies", "predict", "models", "tune", "main_job"),
         ("lab", "main_job", "privacy"),
-        ("emulated", "api", "strategies", "init", "private_noise", "notebook", "doctor", "runs"),
-        ("attacks", "hostile_node", "ordinary_user", "foreign_daemon"),
+        ("emulated", "api", "notebook", "doctor", "runs"),
+        ("attacks", "ordinary_user", "foreign_daemon"),
         ("unit/worker/tasks", "verify", "reference", "train"),
         ("unit/worker/compute", "step", "against_fit"),
         ("unit/workflows/data", "prepare"),

@@ -11,7 +11,7 @@ from tests.emulated.training import events_of
 from tests.lab.bare import bare_node
 from tests.lab.lab import Lab
 from tests.lab.project import Project
-from tests.provision.provisioning import NETWORK, check, provision
+from tests.provision.conftest import NETWORK, provision
 
 pytestmark = [pytest.mark.lab, pytest.mark.timeout(5400)]
 
@@ -41,13 +41,13 @@ def test_bare_cortex_a53_trains_with_the_host(lab: Lab, project: Project, arm_bu
         write_jobs(project.path)
         assert provision(project)["nodes"]["arm"]["architecture"] == "aarch64"
         assert provision(project)["nodes"]["arm"]["tasks"]["changed"] == 0
-        check(project, "discover")
+        project.succeed("discover")
 
-        verified = json.loads(check(project, "verify", "job.yaml", "--json"))
+        verified = json.loads(project.succeed("verify", "job.yaml", "--json").stdout)
         print("verify:", json.dumps(verified, indent=1))
 
         options = ("--batch-size", "8", "--skip-doctor")
-        check(project, "train", "job.yaml", *options)
+        project.succeed("train", "job.yaml", *options)
         hashes: dict[int, dict[int, str]] = {}
         (run,) = (project.path / ".csdctl/runs").iterdir()
         for event in events_of(run, "EpochEnd"):
@@ -57,7 +57,7 @@ def test_bare_cortex_a53_trains_with_the_host(lab: Lab, project: Project, arm_bu
         assert {len(of_epoch) for of_epoch in hashes.values()} == {2}
 
         by_features = ("--strategy", "features")
-        check(project, "train", "frozen.yaml", *by_features, *options)
-        features = json.loads(check(project, "verify", "frozen.yaml", *by_features, "--json"))
+        project.succeed("train", "frozen.yaml", *by_features, *options)
+        features = json.loads(project.succeed("verify", "frozen.yaml", *by_features, "--json").stdout)
         print("features:", json.dumps(features["features"], indent=1))
         assert features["features"]["arm"]["num_rows"] > 0

@@ -1,8 +1,7 @@
 """A rank without a model, which csdctl starts as it starts every rank: an honest one, or a hostile one.
 
 The file that `--spec` names holds the machines of all ranks, the hostile rank, and the lines that it prints
-when its time has come. Honest ranks wait while the hostile rank takes part, and finish without it. Where it
-attacks before training, training does not begin.
+when all have joined. Honest ranks wait while the hostile rank takes part, and finish without it.
 """
 
 import json
@@ -34,8 +33,6 @@ class Rank:
         sys.stdout.flush()
 
     def run(self) -> None:
-        if self.is_hostile and self.spec["when"] == "start":
-            self.attack()
         self.say("Ready", num_samples=8)
         if self.is_hostile:
             threading.Thread(target=self.attack_when_it_is_time, daemon=True).start()
@@ -45,7 +42,7 @@ class Rank:
             order = json.loads(line)
             if order["order"] == "Ping":
                 self.say("Pong", number=order["number"])
-            elif order["order"] == "Begin" and self.spec["when"] == "training":
+            elif order["order"] == "Begin":
                 self.report_members(order["ranks"], is_start=True)
                 threading.Thread(target=self.finish_without_hostile_rank, daemon=True).start()
 
@@ -70,11 +67,7 @@ class Rank:
         os._exit(0)
 
     def attack_when_it_is_time(self) -> None:
-        if self.spec["when"] == "training":
-            self.wait_for("training")
-        self.attack()
-
-    def attack(self) -> None:
+        self.wait_for("training")
         for line in self.spec["lines"]:
             self.write(line)
         while self.spec["forever"]:

@@ -5,7 +5,6 @@ The ranks are processes of this machine, started, supervised, shown and stored a
 
 import io
 import json
-import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -16,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from csdctl.errors import CsdctlError, RunError, UnreachableError
+from csdctl.errors import UnreachableError
 from csdctl.fleet.model import Fleet, Node
 from csdctl.launch.mpi_job import MpiJob, add_rank_traffic
 from csdctl.launch.mpirun import Mpirun
@@ -36,17 +35,7 @@ from csdctl.supervision.supervisor import Supervisor
 from csdctl.terminal.console import PrintableConsole
 from csdctl.terminal.run_view import TrainingView
 from csdctl.transport.local import LocalSession
-from csdctl.worker.protocol.events import (
-    EpochEnd,
-    Event,
-    Failed,
-    Finished,
-    Joined,
-    NodeLost,
-    Progress,
-    Traffic,
-    Warned,
-)
+from csdctl.worker.protocol.events import Event, Failed, Finished, Joined, NodeLost, Traffic, Warned
 from csdctl.worker.protocol.recipe import Noise, Recipe
 from csdctl.worker.protocol.run_spec import RankSpec, RunSpec, Runtime
 from csdctl.worker.protocol.sandbox import CONNECTED
@@ -71,13 +60,9 @@ MANIFEST = manifest_of(NODES) | {"noise": asdict(SPEC.noise) if SPEC.noise else 
 
 @dataclass(frozen=True)
 class Attack:
-    """Lines of the hostile rank, and when it prints them.
-
-    `when` is 'start', 'ready' or 'training' (when all have joined).
-    """
+    """Lines that the hostile rank prints when all have joined."""
 
     lines: Sequence[str]
-    when: str = "training"
     forever: str = ""
     """A line that is printed again and again after them."""
     leaves: bool = False
@@ -250,24 +235,6 @@ def test_node_that_sends_an_invalid_event_is_lost_alone(run: SmallRun, line: str
 
 
 @pytest.mark.attack(9)
-def test_invalid_event_before_training_ends_the_run_and_names_the_node(run: SmallRun) -> None:
-    with pytest.raises(CsdctlError) as caught:
-        run.supervise(Attack([CRAFTED["failure with another node's name"]], when="start"))
-    assert type(caught.value) is RunError
-    assert caught.value.node == NODES[ME]
-    assert caught.value.message.startswith("sent an invalid event: ")
-    assert "check that machine" in caught.value.remedy
-    assert run.report().state == "interrupted"  # nothing recorded how its csdctl ended
-
-
-@pytest.mark.attack(9)
-def test_completion_before_training_ends_the_run_and_names_the_node(run: SmallRun) -> None:
-    with pytest.raises(RunError, match="reported its completion before the run was complete") as caught:
-        run.supervise(Attack([event("Finished", **FINISHED)], when="ready", leaves=True))
-    assert caught.value.node == NODES[ME]
-
-
-@pytest.mark.attack(9)
 @pytest.mark.parametrize(
     ("later", "warning"),
     [
@@ -316,47 +283,3 @@ def test_output_without_end_is_dropped_after_a_limit(run: SmallRun) -> None:
     assert run.log().endswith("\n… further output of csd0 is dropped after 16 MiB\n")
     assert len(run.log()) < MAX_LOG_BYTES + 200
     assert run.log(OTHER) == ""
-
-
-REPORTER = """
-import resource, sys
-from pathlib import Path
-from csdctl.runs.directory import ProjectDirectory
-from csdctl.workflows.reporting.report import report
-run_id = next((Path(sys.argv[1]) / ".csdctl/runs").iterdir()).name
-print(report(ProjectDirectory(Path(sys.argv[1])).find_run(run_id)).summary.epochs, end=" ")
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
-"""
-
-
-def report_memory_kib(run: SmallRun, num_epochs: int) -> int:
-    """Store so many epochs of three ranks, and return the memory of a process that reports them."""
-    run.run_directory.save_manifest({**MANIFEST, "noise": None})
-    log = EventLog(run.run_directory)
-    log.append(1.0, Progress(ME, NODES[ME], 1, 1, 1, 8, 0.1, 0.1, 0.2))
-    log.close()
-    step = run.run_directory.events.read_text()
-    with run.run_directory.events.open("w") as file:
-        for _ in range(num_epochs):
-            file.write(step * 300)
-    log = EventLog(run.run_directory)
-    for epoch in range(1, num_epochs + 1):
-        for rank, node in enumerate(NODES):
-            log.append(1.0, EpochEnd(rank, node, epoch, 10, 80, 1.0, 1.0, 2.0, f"h{epoch}"))
-    log.close()
-    command = [sys.executable, "-c", REPORTER, str(run.project.root)]
-    epochs, memory = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
-    assert int(epochs) == num_epochs
-    return int(memory)
-
-
-@pytest.mark.attack(12)
-def test_memory_of_a_report_does_not_grow_with_the_stored_events(tmp_path: Path) -> None:
-    """The 60,000 events of the long run would take 40 MiB as objects."""
-    for name in ("short", "long"):
-        (tmp_path / name).mkdir()
-    short, long = SmallRun(tmp_path / "short"), SmallRun(tmp_path / "long")
-    few = report_memory_kib(short, 2)
-    many = report_memory_kib(long, 200)
-    assert long.run_directory.events.stat().st_size > 10 << 20
-    assert many < few + (8 << 10)

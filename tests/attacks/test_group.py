@@ -3,8 +3,6 @@
 Each time, that rank alone is lost and named, and the others have a complete sum.
 """
 
-import os
-import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -206,25 +204,7 @@ for _ in range({4 * BASE_BYTES} >> 20):
         assert_lost_alone(group)
 
 
-@pytest.mark.attack(1)
-def test_bytes_without_end_are_their_ranks_fault() -> None:
-    code = "for _ in range(100): send(Letter.DATA, NUMBER.pack(2) + bytes(1 << 19))\ncontent = None"
-    with group_with(replaces("Letter.VALUE", code)) as group:
-        group.send(CULPRIT, "gather", "x")
-        assert_lost_alone(group, "sent more bytes than were asked for")
-
-
 def test_honest_link_of_this_kind_takes_part() -> None:
     """The programs of the attacks are links like others but for what they change."""
     with group_with(HEAD + SERVE) as group:
         assert group.sum(1)["sha"] == expect_sum(1, SERVERS)
-
-
-def test_harness_runs_what_a_pickle_says(tmp_path: Path) -> None:
-    """The object of the attack does run a command where it is unpickled."""
-    marker = tmp_path / "marker"
-    names: dict[str, Any] = {"os": os}
-    exec(RUN_COMMAND.format(marker=marker), names)
-    names["Command"].__module__ = __name__
-    pickle.loads(pickle.dumps(names["Command"]()))
-    assert marker.read_text() == "ran\n"

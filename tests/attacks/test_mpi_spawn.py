@@ -7,16 +7,15 @@ other.
 
 import os
 import re
-import secrets
 import select
 import struct
-import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,55 +28,14 @@ from csdctl.supervision.run_setup import Link
 from csdctl.transport.local import LocalSession
 from csdctl.worker.process.machine import list_interfaces
 from csdctl.worker.protocol.sandbox import SandboxCheck, SandboxPolicy, user_of_link
+from tests.linked_ranks import HUB_KEY, LINK_KEY, Group, expect_sum
 from tests.patience import eventually, scaled
 
 HOSTILE, HONEST = 1, 2
 """Ranks of nodes."""
+SERVERS, SIZE = (0, 0, 0), (4096, 0)
 SECRET = 12345.678
-"""Behind the first element of the vector of a node's rank."""
-RANK = """
-import sys
-import numpy as np
-from csdctl.worker.group import communicator
-from csdctl.worker.group.hub import HubSettings
-from csdctl.worker.protocol.sandbox import link_address
-run, link_key, hub_key = sys.argv[1:4]
-rank, size, num_expected, secret = *map(int, sys.argv[4:7]), float(sys.argv[7])
-sizes = ((4096, 0),)
-hub_command = [sys.executable, "-m", "csdctl.worker", "hub", "--descriptor"]
-say = lambda *words: print(*words, flush=True)
-if rank == 0:
-    settings = HubSettings(run, 0, hub_key, "", (0,) * size, sizes, 1 << 26)
-    ranks = communicator.HubCommunicator(communicator.HubProcess(hub_command), settings, lambda missing: None)
-    say("ready")
-    while len(ranks.joining) < num_expected:
-        ranks.await_joining()
-    ranks.admit(list(ranks.joining))
-    ranks.gather("start", str)
-    for other in ranks.members[1:]:
-        ranks.give_state(other, b"")
-else:
-    ranks = communicator.Communicator(rank, sizes, 1 << 26, address=link_address(run, rank, link_key))
-    say("ready")
-    ranks.connect(lambda: None)
-    ranks.join("")
-    ranks.take_state()
-say("joined")
-while True:
-    if rank == 0 and not sys.stdin.readline().strip():
-        break
-    ranks.local[:] = secret if rank else 0
-    ranks.local[0] = rank + 1
-    total = ranks.sum(ranks.local)
-    say("sum", float(total[0]), *ranks.counted)
-    if rank == 0:
-        for lost, reason, _ in ranks.lost:
-            say("lost", lost, reason)
-        ranks.lost.clear()
-        say("over")
-"""
-"""With each line on its standard input, rank 0 takes a step. A rank's vector is its number plus one."""
-
+"""The elements of the vectors of nodes, where it is looked for."""
 
 HOSTILE_SANDBOX = """
 import dataclasses, sys
@@ -123,38 +81,61 @@ STALL_S = 5.0
 """After so long without a sum, a rank that others wait for is taken for one that is stopped."""
 
 
-@dataclass
-class Links:
-    """Ranks, their links, and where what they print is."""
+class SandboxedGroup(Group):
+    """The host and two nodes with links as csdctl starts them; `python` is that of the hostile node."""
 
-    directory: Path
-    mpirun: Mpirun
-    ranks: list[subprocess.Popen[str]]
-    links: dict[int, Link] = field(default_factory=dict)
-
-    def step(self, hostile: int = 0) -> list[str]:
-        """Take a step; return what rank 0 has printed of it: 'sum', the sum, and the ranks in it.
-
-        Lines that begin with 'lost' follow, and 'over'. The link of `hostile` is ended when its rank stalls.
-        """
-        stdin, stdout = self.ranks[0].stdin, self.ranks[0].stdout
-        assert stdin
-        stdin.write("step\n")
-        stdin.flush()
-        if hostile and not select.select([stdout], [], [], scaled(STALL_S))[0]:
-            self.links[hostile].end()
-        return self.read(0)
-
-    def read(self, rank: int) -> list[str]:
-        """Return the next line of a rank as words."""
-        stdout = self.ranks[rank].stdout
-        assert stdout
-        return stdout.readline().split()
+    def __init__(self, directory: Path, python: str, linked: Sequence[int] = (HOSTILE, HONEST)) -> None:
+        super().__init__(SERVERS, (SIZE,), linked=())
+        self.directory = directory
+        self.links: dict[int, Link] = {}
+        pythons = {"csd1": python, "csd2": sys.executable}
+        nodes = [Node(name, address="127.0.0.1", python=path) for name, path in pythons.items()]
+        worker = store_bytes(pack_worker(), ".pyz", directory)
+        (directory / "runs").mkdir()
+        machines = [HOST_NAME, *pythons]
+        self.mpirun = Mpirun(
+            Fleet(tuple(nodes), network="127.0.0.0/8"),
+            {name: Facts(name, prefix=sys.prefix) for name in machines},
+            RunDirectory(directory / "runs" / self.run_id),
+            {name: LocalSession(name, directory) for name in machines},
+            worker.path,
+            dict.fromkeys(machines, SandboxCheck("", interfaces=tuple(list_interfaces()))),
+            LINK_KEY,
+            HUB_KEY,
+        )
+        for rank in linked:
+            self.start_link(rank)
+        assert self.call(0, "begin", list(linked)) == [0, *linked]
+        for rank in linked:
+            assert self.answer(rank) == [0, *linked]
 
     def start_link(self, rank: int) -> None:
-        """Start the link of a rank."""
+        """Start the link of a rank in its sandboxes."""
+        self.send(rank, "connect")
         (path, *_) = self.mpirun.find_paths(f"csd{rank}", HOST_NAME)
         self.links[rank] = Link([self.mpirun.build_link(rank, f"csd{rank}", HOST_NAME, path)], lambda _: None)
+
+    def end_link(self, rank: int) -> None:
+        """End the link of a rank."""
+        self.links[rank].end()
+        assert eventually(lambda: self.links[rank].has_ended)
+
+    def step(self, seed: int, ranks: Sequence[int], code: str = "") -> Any:
+        """Let ranks sum their vectors; return the answer of rank 0.
+
+        The link of the hostile rank is ended when that stalls, as csdctl ends the rank of a stopped machine.
+        """
+        for rank in ranks:
+            self.send(rank, "sum_up", seed, 0, code, False)
+        if HOSTILE in ranks and not select.select([self.ranks[0].stdout], [], [], scaled(STALL_S))[0]:
+            self.end_link(HOSTILE)
+        return self.answer(0)
+
+    def end(self) -> None:
+        """End everything."""
+        for rank in self.links:
+            self.end_link(rank)
+        super().end()
 
     def printed(self) -> str:
         """Return what all links have printed."""
@@ -162,64 +143,14 @@ class Links:
 
 
 @contextmanager
-def sandboxed_links(
-    pythons: Mapping[int, str], num_nodes: int = 2, ranks: Sequence[int] = (1, 2)
-) -> Iterator[Links]:
-    """Start the host's rank and those of nodes, and the links of `ranks`; `pythons` are of hostile nodes."""
-    with ExitStack() as stack:
-        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(dir="/tmp")))
-        names = [f"csd{rank}" for rank in range(1, num_nodes + 1)]
-        nodes = tuple(
-            Node(name, address="127.0.0.1", python=pythons.get(rank, sys.executable))
-            for rank, name in enumerate(names, start=1)
-        )
-        worker = store_bytes(pack_worker(), ".pyz", directory)
-        (directory / "runs").mkdir()
-        run = RunDirectory(directory / "runs" / f"test-{secrets.token_hex(4)}")
-        keys = secrets.token_hex(16), secrets.token_hex(16)
-        sessions = {name: LocalSession(name, directory) for name in (HOST_NAME, *names)}
-        machines = [HOST_NAME, *names]
-        mpirun = Mpirun(
-            Fleet(nodes, network="127.0.0.0/8"),
-            {name: Facts(name, prefix=sys.prefix) for name in machines},
-            *(run, sessions, worker.path),
-            dict.fromkeys(machines, SandboxCheck("", interfaces=tuple(list_interfaces()))),
-            *keys,
-        )
-        processes = []
-        for rank in range(num_nodes + 1):
-            numbers = rank, num_nodes + 1, len(ranks), SECRET
-            arguments = [run.run_id, *keys, *map(str, numbers)]
-            process = subprocess.Popen(
-                [sys.executable, "-c", RANK, *arguments],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-                cwd=Path(__file__).parents[2],
-                env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
-            )
-            stack.callback(process.wait)
-            stack.callback(process.kill)
-            processes.append(process)
-        links = Links(directory, mpirun, processes)
-        for rank in range(num_nodes + 1):
-            assert links.read(rank) == ["ready"]
-        stack.callback(_end, links)
-        for rank in ranks:
-            links.start_link(rank)
-        for rank in (0, *ranks):
-            assert links.read(rank) == ["joined"]
-        yield links
+def sandboxed(python: str, linked: Sequence[int] = (HOSTILE, HONEST)) -> Iterator[SandboxedGroup]:
+    with tempfile.TemporaryDirectory(dir="/tmp") as directory:
+        group = SandboxedGroup(Path(directory), python, linked)
+        try:
+            yield group
+        finally:
+            group.end()
 
-
-def _end(links: Links) -> None:
-    for link in links.links.values():
-        link.end()
-    assert eventually(lambda: all(link.has_ended for link in links.links.values()))
-
-
-HONEST_SUMS = (["sum", "4.0", "0", "2"], ["sum", "6.0", "0", "1", "2"])
-"""Of a step with and without the hostile node, whose own vector is honest."""
 
 HEAD = f"""
 import json, os, socket, struct, sys
@@ -277,22 +208,23 @@ FORGERIES = {
 @pytest.mark.parametrize("name", FORGERIES)
 def test_node_speaks_for_itself_alone(tmp_path: Path, name: str) -> None:
     python = write_hostile_python(tmp_path / "hostile", f"{HEAD}            {FORGERIES[name]}\n{TAIL}")
-    with sandboxed_links({HOSTILE: python}) as links:
-        lost = []
-        for _ in range(5):
-            summed = links.step(HOSTILE)
-            assert summed in HONEST_SUMS, links.printed()
-            while (words := links.read(0))[0] == "lost":
-                lost.append(words)
-            assert words == ["over"]
-        assert all(words[1] == str(HOSTILE) for words in lost), lost
-        assert not links.links[HONEST].has_ended
+    with sandboxed(python) as group:
+        lost = set()
+        for seed in range(5):
+            summed = group.step(seed, range(3))
+            assert {0, HONEST} <= set(summed["counted"]), group.printed()
+            assert summed["sha"] == expect_sum(seed, SERVERS, SIZE, summed["counted"]), group.printed()
+            assert group.answer(HONEST) == summed
+            lost |= {rank for rank, _, _ in group.call(0, "note", "lost")}
+        assert not group.links[HONEST].has_ended
         if name == "lines of mpirun":
-            assert lost == []
+            assert lost == set()
             # mpirun forwards lines while the ranks go on.
-            assert eventually(lambda: "prterun-host-1" in links.printed()), "the attack was not made"
-        elif name != "a frame in the name of the host":
-            assert lost, "the attack was not noticed"
+            assert eventually(lambda: "prterun-host-1" in group.printed()), "the attack was not made"
+        elif name == "a frame in the name of the host":
+            assert lost <= {HOSTILE}
+        else:
+            assert lost == {HOSTILE}, "the attack was not noticed"
 
 
 MEMBER = """
@@ -310,16 +242,21 @@ if "link" in sys.orig_argv:
 
 
 @contextmanager
-def attacked(directory: Path, arguments: list[str]) -> Iterator[Links]:
+def attacked(directory: Path, arguments: list[str]) -> Iterator[SandboxedGroup]:
     """Let a node take part, and another one start a shell on both machines."""
     python = write_hostile_python(directory / "hostile", MEMBER.format(arguments=arguments))
-    with sandboxed_links({HOSTILE: python}, ranks=[HONEST]) as links:
-        for _ in range(3):
-            assert links.step() == ["sum", "4.0", "0", "2"]
-            assert links.read(0) == ["over"]
-        links.start_link(HOSTILE)
-        assert eventually(lambda: links.printed().count("\nover") + links.printed().count(": over") >= 2)
-        yield links
+    with sandboxed(python, linked=[HONEST]) as group:
+        sum_secrets(group)
+        group.start_link(HOSTILE)
+        assert eventually(lambda: group.printed().count("\nover") + group.printed().count(": over") >= 2)
+        yield group
+
+
+def sum_secrets(group: SandboxedGroup) -> None:
+    """Let the host and the honest node sum vectors, of which the node's are secret."""
+    summed = group.step(1, (0, HONEST), f"vector[:] = {SECRET} if rank else 0")
+    assert summed["counted"] == [0, HONEST]
+    assert group.answer(HONEST) == summed
 
 
 @pytest.mark.attack(2)
@@ -338,14 +275,15 @@ def test_program_that_a_node_starts_on_the_host_does_not_see_the_gradients_of_ot
     program = Path(__file__).with_name("spying_program.py").read_text()
     run = ["-c", 'exec "$0" "$@"', sys.executable, "-c", program]  # mpirun asks for a file open to all
     arguments = [*run, (4 * struct.pack("=f", SECRET)).hex(), str(os.getpid())]
-    with attacked(tmp_path, arguments) as links:
-        printed = links.printed()
-        assert not is_confined or links.step() == ["sum", "4.0", "0", "2"]
+    with attacked(tmp_path, arguments) as group:
+        printed = group.printed()
+        if is_confined:
+            sum_secrets(group)
     print(printed)
     users = set(map(int, re.findall(r"spawned as (\d+)", printed)))
     reached = set(re.findall(r"reached: (\w+)", printed))
     if is_confined:
-        assert users == {user_of_link(links.mpirun.run.run_id, HOSTILE) if os.getuid() == 0 else os.getuid()}
+        assert users == {user_of_link(group.run_id, HOSTILE) if os.getuid() == 0 else os.getuid()}
         assert reached == set()
     else:
         assert reached >= {"memory", "files", "environment", "signal", "signal_csdctl", "links"}

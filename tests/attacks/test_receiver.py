@@ -16,15 +16,21 @@ from csdctl.errors import CsdctlError, DeadlineError, RemoteCommandError
 from csdctl.launch.leftovers import CleanupOptions, clean_machine, describe_holder
 from csdctl.shipping.deliver import deliver, pack_payload
 from csdctl.shipping.store import store_bytes
-from csdctl.shipping.worker_calls import call_worker
 from csdctl.transport.program import AnswerLimits
 from csdctl.transport.ssh import SshSession, connect
-from csdctl.worker.protocol.datasets import DatasetInfo, PrepareSpec
-from tests.attacks.hostile_python import write_hostile_python
 from tests.patience import eventually, scaled
 
 pytestmark = [pytest.mark.attack(13), pytest.mark.first(1)]
 
+HEAD = """\
+import json, sys, time
+
+
+def say(kind, **content):
+    print("@csdctl-" + kind, json.dumps(content), flush=True)
+
+
+"""
 QUICK = AnswerLimits(silence_s=5.0, whole_s=3.0)
 """So short that the whole ends first where every answer comes in time."""
 PATIENT = AnswerLimits(silence_s=scaled(60), whole_s=scaled(60))
@@ -61,7 +67,15 @@ def session(server: Any) -> Iterator[SshSession]:
 
 @pytest.fixture
 def hostile(tmp_path: Path) -> Callable[[str], str]:
-    return lambda body: write_hostile_python(tmp_path / "python", body)
+    """Write a program in the place of a node's Python; return its path."""
+
+    def write(body: str) -> str:
+        path = tmp_path / "python"
+        path.write_text(f"#!{sys.executable} -IS\n{HEAD}{body}\n")
+        path.chmod(0o755)
+        return str(path)
+
+    return write
 
 
 @contextmanager
@@ -134,29 +148,3 @@ def test_process_that_a_lock_only_names_is_not_ended(
             victim.kill()
             victim.wait()
             os.killpg(holding.pid, signal.SIGKILL)
-
-
-STEADY = AnswerLimits(silence_s=5.0, standstill_s=2.0, whole_s=4.0)
-TELL = "say('progress', num_done=n, num_total=0, num_skipped=0); time.sleep(0.3)"
-PREPARING = {
-    "no progress": f"n = 0\nwhile True: {TELL}",
-    "progress backward": f"n = 9\nwhile True: n = max(0, n - 1); {TELL}",
-    "progress without end": f"n = 0\nwhile True: n += 1; {TELL}",
-}
-
-
-@pytest.mark.parametrize("body", PREPARING.values(), ids=PREPARING)
-def test_worker_that_prepares_for_ever_is_left(
-    session: SshSession, hostile: Callable[[str], str], body: str
-) -> None:
-    with refused(RemoteCommandError, DeadlineError):
-        call_worker(
-            session,
-            hostile(body),
-            "worker.pyz",
-            "prepare",
-            PrepareSpec("data", "store"),
-            DatasetInfo,
-            doing="preparing data",
-            patience=STEADY,
-        )

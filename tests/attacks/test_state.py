@@ -9,7 +9,6 @@ import sys
 import time
 import zipfile
 from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +17,13 @@ import pytest
 
 from csdctl.runs.private import private_memory
 from csdctl.worker.data.schedule import OwnSamples
-from csdctl.worker.protocol.json_codec import to_json
-from csdctl.worker.protocol.orders import Begin, OpenHub, order_to_line
 from csdctl.worker.protocol.recipe import Recipe
 from csdctl.worker.protocol.run_spec import RankSpec, RunSpec, Runtime, TaskSpec
 from csdctl.worker.tasks.checkpointer import Checkpoints, StepFile
 from csdctl.worker.tasks.progress import Position, max_state_bytes, pack, unpack
 from tests.attacks.other_user import give, needs_root
-from tests.linked_ranks import HUB_KEY, LINK_KEY, link
+from tests.linked_ranks import LINK_KEY
+from tests.unit.worker.tasks.joined_ranks import JoinedRanks
 
 HOST = (1.0, 40)
 
@@ -39,7 +37,8 @@ from csdctl.worker.tasks.task import FINISHED, ModelTask
 
 hub_command = [sys.executable, "-m", "csdctl.worker", "hub", "--descriptor"]
 
-spec, rank, (weight, steps) = from_json(RunSpec, sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3])
+spec, rank = from_json(RunSpec, open(sys.argv[1]).read()), int(sys.argv[2])
+weight, steps = json.load(open("claims.json"))[rank]
 
 class Holds(ModelTask):
     sum_sizes = ((1, 0),)
@@ -62,15 +61,15 @@ class Holds(ModelTask):
         pass
 
 TASKS["holds"] = "__main__:Holds"
-if len(sys.argv) > 4:
-    exec(sys.argv[4])
+if rank == len(spec.ranks) - 1:
+    exec(open("hostile.py").read())
 RankSession(spec, rank, hub_command).run()
 os._exit(0)
 """
 
 
-def hold(claims: list[tuple[float, int]], hostile: str = "") -> list[list[dict[str, Any]]]:
-    """Let ranks that hold these weights and steps take part; return what each of them printed.
+def hold(directory: Path, claims: list[tuple[float, int]], hostile: str = "") -> list[Any]:
+    """Let ranks that hold these weights and steps take part; return what each of them has once all do.
 
     `hostile`: code that the last rank runs first.
     """
@@ -81,54 +80,20 @@ def hold(claims: list[tuple[float, int]], hostile: str = "") -> list[list[dict[s
         task=TaskSpec("holds"),
         link_key=LINK_KEY,
     )
-    ranks = [
-        subprocess.Popen(
-            [
-                *(sys.executable, "-c", PROGRAM, to_json(spec), str(rank), json.dumps(claim)),
-                *([hostile] if hostile and rank == len(claims) - 1 else []),
-            ],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank, claim in enumerate(claims)
-    ]
-    stdin = ranks[0].stdin
-    assert stdin
-    stdin.write(order_to_line(OpenHub(HUB_KEY)) + "\n")
-    stdin.write(order_to_line(Begin(tuple(range(len(claims))))) + "\n")
-    stdin.flush()
-    try:
-        with ExitStack() as links:
-            for process in ranks:
-                assert process.stdout
-                assert "Ready" in process.stdout.readline()
-            for rank in range(1, len(claims)):
-                links.enter_context(link(run_id, rank))
-            return [_read(process) for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-            process.wait()
+    (directory / "program.py").write_text(PROGRAM)
+    (directory / "claims.json").write_text(json.dumps(claims))
+    (directory / "hostile.py").write_text(hostile)
+    with JoinedRanks(spec, directory, directory / "program.py") as ranks:
+        for rank in range(len(claims)):
+            ranks.start(rank)
+        ranks.begin(*range(1, len(claims)))
 
+        def held() -> list[Any]:
+            said = [what for rank in range(len(claims)) for what in ranks.of(rank)]
+            return [(what["held"][0][0], what["held"][1]) for what in said if isinstance(what, dict)]
 
-def _read(process: "subprocess.Popen[str]") -> list[dict[str, Any]]:
-    """Return what a rank prints until it says what it holds."""
-    assert process.stdout
-    printed: list[dict[str, Any]] = []
-    while not printed or "held" not in printed[-1]:
-        line = process.stdout.readline()
-        assert line, f"the rank ended after {printed}"
-        if line.startswith(("{", "@csdctl ")):
-            printed.append(json.loads(line.removeprefix("@csdctl ")))
-    return printed
-
-
-def held(output: list[dict[str, Any]]) -> tuple[float, int]:
-    """Return weight and steps of a rank once all take part."""
-    weights, steps = output[-1]["held"]
-    assert len(set(weights)) == 1
-    return weights[0], steps
+        ranks.until(lambda: len(held()) == len(claims))
+        return held()
 
 
 @pytest.mark.attack(8)
@@ -141,9 +106,9 @@ def held(output: list[dict[str, Any]]) -> tuple[float, int]:
     ],
 )
 def test_all_ranks_get_what_the_host_has(
-    claims: list[tuple[float, int]], expected: tuple[float, int]
+    tmp_path: Path, claims: list[tuple[float, int]], expected: tuple[float, int]
 ) -> None:
-    assert [held(output) for output in hold(claims)] == [expected] * 3
+    assert hold(tmp_path, claims) == [expected] * 3
 
 
 LIE = """
@@ -154,17 +119,16 @@ session.hash_state = lambda _, position: honest(values, dataclasses.replace(posi
 
 
 @pytest.mark.attack(8)
-def test_node_that_pretends_to_have_the_hosts_state_deceives_only_itself() -> None:
+def test_node_that_pretends_to_have_the_hosts_state_deceives_only_itself(tmp_path: Path) -> None:
     claim = (666.0, 10**6)
-    outputs = hold([HOST, (2.0, 39), claim], LIE)
-    assert [held(output) for output in outputs] == [HOST, HOST, claim]
+    assert hold(tmp_path, [HOST, (2.0, 39), claim], LIE) == [HOST, HOST, claim]
 
 
 @pytest.mark.attack(8)
 @pytest.mark.parametrize("answer", ["'x' * 64", "''", "'[1, 2]'", "'\\0' * 60_000"])
-def test_node_that_sends_no_hash_gets_what_the_host_has(answer: str) -> None:
+def test_node_that_sends_no_hash_gets_what_the_host_has(tmp_path: Path, answer: str) -> None:
     code = f"from csdctl.worker.tasks import session\nsession.hash_state = lambda *_: {answer}"
-    assert [held(output) for output in hold([HOST, HOST, (666.0, 10**6)], code)] == [HOST] * 3
+    assert hold(tmp_path, [HOST, HOST, (666.0, 10**6)], code) == [HOST] * 3
 
 
 def variables(fill: float) -> list[Any]:

@@ -16,8 +16,7 @@ import numpy as np
 import pytest
 import yaml
 
-from csdctl.runs.directory import EventLog, ProjectDirectory, RunDirectory
-from csdctl.worker.protocol.events import Failed, NodeLost, Ready, event_to_line
+from csdctl.worker.protocol.events import Failed, Ready, event_to_line
 from tests.attacks.hostile_ssh import raw_server
 from tests.attacks.hostile_text import (
     CLIPBOARD,
@@ -41,12 +40,6 @@ model: model.py:build
 data: {{public: {{path: public.npz}}{private}}}
 recipe: {{epochs: 1, learning_rate: 0.1, loss: mean_squared_error}}
 """
-NAMES_WITH_MARKUP = {
-    "CPU": f"processor : 0\nmodel name : {MARKUP}\nflags : avx",
-    "NVMe drives": f"begin\ncontroller nvme0\nserial {MARKUP}\nmodel {MARKUP}",
-}
-
-
 GREETINGS = {
     "old": b"SSH-1%s-x\r\n",
     "lines": b"%s\r\n" * 120,
@@ -148,6 +141,7 @@ def second(tmp_path: Path) -> Iterator[HostileMachine]:
 
 
 @pytest.mark.attack(10)
+@pytest.mark.attack(11)
 @pytest.mark.parametrize(
     "command", ["discover -v", "doctor -vv", "trust --yes", "clean --dry-run", "deploy --tree tree -vv"]
 )
@@ -161,10 +155,12 @@ def test_terminal_obeys_no_text_of_a_machine(
     project = write_project(tmp_path / "project", {"csd0": machine, "csd1": second})
     (project / "tree").mkdir()
     (project / "tree" / CONTROLS.replace("/", "")).write_text("")
-    screen = on_terminal(project, *command.split())
+    screen = on_terminal(project, *command.split(), columns=250)
     assert screen.foreign == []
     assert "csdctl failed" not in screen.plain
     assert not forged_lines(screen.plain)
+    if command.startswith("discover"):
+        assert all(text in screen.plain for text in MARKUP_AS_TEXT)
 
 
 @pytest.mark.attack(10)
@@ -209,39 +205,3 @@ def test_terminal_and_logs_get_no_control_code_of_a_worker(machine: HostileMachi
     assert ESCAPED_CLIPBOARD in log.read_text()
     assert not {char for char in log.read_text() if not char.isprintable()} - {"\n", "\t"}
     assert on_terminal(project, "report").foreign == []
-
-
-@pytest.mark.attack(10)
-def test_terminal_obeys_no_stored_text(tmp_path: Path) -> None:
-    project = ProjectDirectory(tmp_path)
-    run = RunDirectory(project.runs / f"20260101-{CONTROLS.replace('/', '')}")
-    run.logs.mkdir(parents=True)
-    rank = {"node": HOSTILE, "batch_size": 8, "samples_per_s": 1.0}
-    placed = {"num_private": 1, "public_start": 0, "public_stop": 1}
-    run.save_manifest({"plan": {"method": HOSTILE, "ranks": [rank]}, "placed": [placed]})
-    log = EventLog(run)
-    log.append(0.0, Failed(0, HOSTILE, FORGED + HOSTILE))
-    log.append(0.0, NodeLost(0, HOSTILE, HOSTILE))
-    log.close()
-    for command in (["report"], ["report", "no-such-run"]):
-        screen = on_terminal(tmp_path, *command)
-        assert screen.foreign == []
-        assert "csdctl failed" not in screen.plain
-        assert r"\x1b" in screen.plain
-
-
-@pytest.mark.attack(11)
-@pytest.mark.parametrize("command", ["discover -v", "doctor -v"])
-def test_markup_in_a_fact_is_text(
-    machine: HostileMachine, second: HostileMachine, tmp_path: Path, command: str
-) -> None:
-    machine.answer(facts=hostile_facts(MARKUP), output=MARKUP, complaint=MARKUP)
-    second.answer(facts=facts_of_this_machine(**NAMES_WITH_MARKUP), lies="nothing")
-    with hostile_machine(tmp_path / "honest") as honest:
-        honest.answer(facts=facts_of_this_machine(), lies="nothing")
-        nodes = {"csd0": machine, "csd1": second, "csd2": honest}
-        screen = on_terminal(write_project(tmp_path / "project", nodes), *command.split(), columns=250)
-    assert screen.foreign == []
-    assert "csdctl failed" not in screen.plain
-    assert all(text in screen.plain for text in MARKUP_AS_TEXT)
-    assert any("csd2" in line and (" 3.11." in line or " ok " in line) for line in screen.plain.splitlines())

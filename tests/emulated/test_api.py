@@ -1,13 +1,10 @@
 """The Python interface in a user's script, on an emulated fleet: own layer, own data, the run's results."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import yaml
 
-from csdctl import load_run
-from tests.emulated.running import emulated, result_of_script, succeed
+from tests.emulated.running import emulated, result_of_script
 
 pytestmark = pytest.mark.emulated
 LAYERS = """\
@@ -84,32 +81,11 @@ if __name__ == "__main__":
         ),
     )
 """
-ENOUGH = """
-import csdctl
 
 
-def enough(event):
-    print(event["event"], flush=True)
-    if event["event"] == "EpochEnd":
-        return csdctl.STOP
-
-
-if __name__ == "__main__":
-    csdctl.train("endless.yaml", batch_size=32, callbacks=[enough])
-    print("RESULT {}")
-"""
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A job directory beside the fleet that the script uses."""
-    files = {"own_layers.py": LAYERS, "program.py": PROGRAM}
-    with emulated(tmp_path_factory.mktemp("api"), 1, files) as path:
-        yield path
-
-
-def test_script_trains_a_model_with_an_own_layer_and_reads_its_results(directory: Path) -> None:
-    printed, result = result_of_script(directory, "program.py")
+def test_script_trains_a_model_with_an_own_layer_and_reads_its_results(tmp_path: Path) -> None:
+    with emulated(tmp_path, 1, {"own_layers.py": LAYERS, "program.py": PROGRAM}):
+        printed, result = result_of_script(tmp_path, "program.py")
     assert "code for the nodes: own_layers.py" in printed
     assert (result["state"], result["nodes"]) == ("completed", ["host", "csd0"])
     assert (result["num_public"], result["same_run"], result["machines"]) == (600, True, ["csd0", "host"])
@@ -121,18 +97,3 @@ def test_script_trains_a_model_with_an_own_layer_and_reads_its_results(directory
     # Keras' own evaluation of the saved model is what the run has reported.
     assert result["loss"] == pytest.approx(history["val_loss"][-1], rel=1e-4)
     assert result["accuracy"] == pytest.approx(history["val_accuracy"][-1])
-
-
-@pytest.mark.thorough
-def test_callback_stops_a_run_that_can_be_resumed(directory: Path) -> None:
-    job = yaml.safe_load((directory / "job.yaml").read_text())  # of the script above
-    job["recipe"]["epochs"] = 100_000
-    (directory / "endless.yaml").write_text(yaml.safe_dump(job))
-    (directory / "enough.py").write_text(ENOUGH)
-    printed, _ = result_of_script(directory, "enough.py")
-    assert printed.count("callback enough stops the run at EpochEnd") == 1, printed
-    assert {"Ready", "Joined", "EpochEnd", "CheckpointSaved", "Finished"} <= set(printed.split())
-    run = load_run("latest", directory)
-    assert (run.report().state, run.directory.model.exists()) == ("stopped", True)
-    assert f"to resume: csdctl train --resume {run.id}" in printed
-    succeed(directory, "train", "endless.yaml", "--resume", run.id, "--skip-doctor", "--max-steps", "1")

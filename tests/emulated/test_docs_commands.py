@@ -9,10 +9,9 @@ import os
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,9 +22,6 @@ from PIL import Image
 from csdctl.fleet.fleet_file import load_fleet
 from tests.emulated.running import CSDCTL, csdctl, emulated, succeed
 from tests.emulated.small_jobs import ALL_DATA, dense_model, frozen_model, save_arrays, small_job
-from tests.lab.lab import open_lab
-from tests.lab.project import Project
-from tests.lab.rack import open_rack, use_rack
 from tests.needs import SYSTEM_PATH, require
 from tests.patience import run_command
 
@@ -36,6 +32,12 @@ PAGES_OF_DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 TEXTS = {
     str(page.relative_to(ROOT)): page.read_text() for page in PAGES_OF_DOCS if page.parent.name != "decisions"
 }
+IN_A_LAB = {
+    "docs/tutorials/nvme-list-to-a-report.md",
+    "docs/how-to/add-a-node.md",
+    "docs/how-to/train-on-several-servers.md",
+}
+"""Pages whose commands need machines of their own: tests/lab has tests of them."""
 PLACEHOLDER = re.compile(r"\b(?:[A-Z]|FILE|ID|NODE|RUN|SOURCE)\b|…")
 
 
@@ -80,8 +82,8 @@ NOT_RUN = {
     r"csdctl train --resume latest --exclude storage1|csdctl clean --kill --exclude storage1": (
         "runs on another server, after this one is lost: tests/lab/test_rack.py"
     ),
-    r"csdctl init train.py -- .*": "needs a script with options: test_init.py",
-    r"csdctl verify --strategy features": "needs a frozen model: test_features.py",
+    r"csdctl init train.py -- .*": "needs a script with options: tests/unit/workflows/init",
+    r"csdctl verify --strategy features": "needs a frozen model: test_strategies.py",
     r"csdctl train csdctl-job/job.yaml": "trains what `Job.from_model` has written: test_api.py",
     r"csdctl emulate up( --nodes 2 --cpu 0.4 --memory 4G| --nodes 3 --cpu 0.25)?": (
         "the fleet of the test is up: test_emulate.py"
@@ -152,20 +154,6 @@ def make_demo(directory: Path) -> None:
     succeed(demo, "emulate", "down", "--keep")
 
 
-def write_fleet_with_new_node(directory: Path) -> None:
-    """Write a job, and the fleet file of the page that adds a node."""
-    small(directory)
-    text = block_of("docs/how-to/add-a-node.md", "fleet.yaml")
-    (directory / "fleet.yaml").write_text(re.sub(r"python: [^}]+", f"python: {sys.executable}", text))
-
-
-def fetch_sample(home: Path) -> None:
-    """Put Fashion-MNIST where Keras keeps it: the host of a lab has no other network."""
-    script = "import sys, pathlib, sample_data as s; s.fetch_fashion_mnist(pathlib.Path(sys.argv[1]))"
-    place = home / ".keras/datasets/fashion-mnist"
-    run_command([sys.executable, "-c", script, str(place)], cwd=ROOT / "examples")
-
-
 def write_inventories(directory: Path) -> None:
     """Write the fleet as Ansible and OpenSSH have it, and a playbook."""
     hosts, aliases = "[csds]\n", ""
@@ -191,20 +179,12 @@ def make_trees(directory: Path) -> None:
 class Page:
     """What a page describes."""
 
-    place: str = "fleet"
-    """'fleet': a directory with a job and four emulated nodes, which such pages share; 'own': an empty one;
-    'lab': an empty one on the host of a lab with 10.1.1.0/24; 'rack': one with a job and two servers. The
-    nodes of both have private data."""
-    nodes: int = 0
-    """Emulated nodes of a directory of its own."""
+    nodes: int | None = None
+    """Emulated nodes of a directory of its own; None: a job and four nodes, which such pages share."""
     prepare: Callable[[Path], None] = lambda directory: None
     """Writes files into the directory."""
-    in_home: Callable[[Path], None] = lambda home: None
-    """Writes files into the user's home, in a lab."""
     before: Mapping[str, str] = field(default_factory=dict)
     """Shell commands for what the page says in words, by the line that follows; '' is for the first."""
-    codes: Mapping[str, int] = field(default_factory=dict)
-    """The exit codes of lines that do not end with 0."""
     needs: tuple[str, ...] = ()
 
 
@@ -212,8 +192,6 @@ LONG = "sed -i 's/epochs: 3,/epochs: 60,/' job.yaml; csdctl train --detach --ski
 SHORT = "sed -i 's/epochs: 60,/epochs: 3,/' job.yaml"
 COPY = "cp -r .csdctl/runs/$(ls .csdctl/runs | tail -1) .csdctl/runs/"
 LATEST = "$(ls .csdctl/runs | tail -1)"
-SCAN = "csdctl discover --cidr 10.1.1.0/24 --user root --key ~/.ssh/id_ed25519"
-USE_PYTHON = f"sed -i 's#python: python3#python: {sys.executable}#' fleet.yaml"
 PAGES = {
     "README.md": Page(),
     "docs/reference/performance.md": Page(),
@@ -261,28 +239,17 @@ PAGES = {
         needs=("ansible",),
     ),
     "docs/how-to/from-model-fit.md": Page(
-        "own",
+        0,
         prepare=write_example_of_init,
         before={
             line: "rm job.yaml" for line in LINES["docs/how-to/from-model-fit.md"] if "init --model" in line
         },
     ),
-    "docs/explanation/emulation.md": Page("own"),
-    "docs/tutorials/first-run.md": Page("own", prepare=make_demo),
+    "docs/explanation/emulation.md": Page(0),
+    "docs/tutorials/first-run.md": Page(0, prepare=make_demo),
     "docs/tutorials/boards-in-a-drawer.md": Page(
-        "own", before={"csdctl trust": "csdctl emulate up --nodes 4 --cpu 1"}
+        0, before={"csdctl trust": "csdctl emulate up --nodes 4 --cpu 1"}
     ),
-    "docs/tutorials/nvme-list-to-a-report.md": Page(
-        "lab",
-        in_home=fetch_sample,
-        before={"csdctl discover": USE_PYTHON},
-        codes={"csdctl discover --cidr 10.1.1.0/24": 4},  # unknown host keys
-        needs=("Debian's archive",),
-    ),
-    "docs/how-to/add-a-node.md": Page(
-        "lab", prepare=write_fleet_with_new_node, before={SCAN: "rm fleet.yaml"}, codes={SCAN: 3}
-    ),
-    "docs/how-to/train-on-several-servers.md": Page("rack"),
 }
 
 
@@ -316,34 +283,6 @@ def environment(home: Path) -> dict[str, str]:
     return {**kept, **changed, "ANSIBLE_SSH_USETTY": "False"}  # emulated nodes have no terminals
 
 
-Run = Callable[[str], "subprocess.CompletedProcess[str]"]
-"""Runs a script."""
-
-
-@contextmanager
-def opened_lab(directory: Path, page: Page) -> Iterator[Run]:
-    """Run in `directory` on the host of a lab: three drives at 10.1.1.2 and so on, or a rack."""
-    require("lab")
-    with open_lab("10.1.1" if page.place == "lab" else "10.77.0", 2) as lab, ExitStack() as stack:
-        machines = [*lab.near]
-        if page.place == "rack":
-            servers = stack.enter_context(open_rack(lab))[:2]
-            use_rack(Project(lab, directory), servers)
-            small(directory)
-            machines = [machine for server in servers for machine in server.machines]
-        else:
-            stack.enter_context(lab.gate.switched_off())
-        for machine in machines:
-            write_npz(machine.home / "private.npz")
-        variables = environment(lab.host.directory / "home")
-        page.prepare(directory)
-        page.in_home(lab.host.directory / "home")
-        keys = lab.host.directory / "home/.ssh"
-        for suffix in ("", ".pub"):
-            shutil.copy(f"{lab.key}{suffix}", keys / f"id_ed25519{suffix}")
-        yield lambda script: lab.host.run("bash", "-c", script, cwd=directory, environment=variables)
-
-
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The directory that most pages share."""
@@ -354,21 +293,14 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @contextmanager
-def opened(page: Page, directory: Path, request: pytest.FixtureRequest) -> Iterator[Run]:
-    """Yield what runs a script in what the page describes."""
-    if page.place in ("lab", "rack"):
-        with opened_lab(directory, page) as run:
-            yield run
-        return
-    is_shared = page.place == "fleet" and not page.nodes
-    directory = request.getfixturevalue("fleet") if is_shared else directory
-    variables = environment(directory / "home")
+def opened(page: Page, directory: Path) -> Iterator[Path]:
+    """Yield a directory of its own with what the page describes."""
     with emulated(directory, page.nodes) if page.nodes else nullcontext():
         page.prepare(directory)
         try:
-            yield lambda script: run_command(["bash", "-c", script], cwd=directory, env=variables)
+            yield directory
         finally:
-            for state in () if is_shared else directory.glob("**/.csdctl/emulated"):
+            for state in directory.glob("**/.csdctl/emulated"):
                 csdctl(state.parents[1], "emulate", "down")
 
 
@@ -379,26 +311,27 @@ def test_command_lines_of_a_page_run_to_their_end(
 ) -> None:
     page = PAGES[name]
     require(*page.needs)
-    done = set() if page.nodes or page.place != "fleet" else DONE
+    is_shared = page.nodes is None
+    done = DONE if is_shared else set()
     lines = [line for line in dict.fromkeys(LINES[name]) if can_run(line) and line not in done]
-    with opened(page, tmp_path, request) as run:
-        output = run(build_script(page, lines)).stdout
+    place = nullcontext(request.getfixturevalue("fleet")) if is_shared else opened(page, tmp_path)
+    with place as directory:
+        command = ["bash", "-c", build_script(page, lines)]
+        output = run_command(command, cwd=directory, env=environment(directory / "home")).stdout
     done |= {*lines}
     parts = re.findall(r"^@@\d+\n(.*?)^@@(\d+)$", output, re.MULTILINE | re.DOTALL)
     results = dict(zip(lines, ((int(code), text) for text, code in parts), strict=False))
     wrong = [
         f"$ {line}\n{results.get(line, (None, output))[1][-3000:]}\nexit code {results.get(line, [None])[0]}"
         for line in lines
-        if line not in results
-        or results[line][0] != page.codes.get(line, 0)
-        or "Traceback" in results[line][1]
+        if line not in results or results[line][0] != 0 or "Traceback" in results[line][1]
         if name != TEXT or not INCOMPLETE.search(results.get(line, (0, ""))[1])
     ]
     assert not wrong, "\n\n".join(wrong)
 
 
 def test_every_command_line_runs_or_has_a_reason_not_to() -> None:
-    pages = {name for name, lines in LINES.items() if any(map(can_run, lines))}
+    pages = {name for name, lines in LINES.items() if any(map(can_run, lines))} - IN_A_LAB
     assert pages == set(PAGES), "a page with command lines needs an entry in PAGES"
     lines = {line for of_page in LINES.values() for line in of_page}
     for pattern in NOT_RUN:
@@ -406,4 +339,4 @@ def test_every_command_line_runs_or_has_a_reason_not_to() -> None:
             f"no page has {pattern} any more"
         )
     for name, page in PAGES.items():
-        assert {*page.before, *page.codes} <= {"", *filter(can_run, LINES[name])}
+        assert {*page.before} <= {"", *filter(can_run, LINES[name])}

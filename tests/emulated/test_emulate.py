@@ -7,12 +7,12 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import asyncssh
 import pytest
@@ -90,10 +90,13 @@ def directory(tmp_path: Path) -> Iterator[Path]:
         stop_fleet(directory)
 
 
-def keep_busy(fleet: Running) -> None:
-    """Leave one process on csd0 that computes for ever."""
-    fleet.output("setsid sh -c 'while :; do :; done' </dev/null >/dev/null 2>&1 &")
-    assert eventually(lambda: fleet.status().num_processes == 1)  # the shell that started it has ended
+@pytest.fixture
+def owner() -> Iterator["subprocess.Popen[bytes]"]:
+    """A process that only waits; killed, it stays a zombie for as long as the test wants."""
+    process = subprocess.Popen(["sleep", "1000"])
+    yield process
+    process.kill()
+    process.wait()
 
 
 def assert_nothing_is_left(directory: Path) -> None:
@@ -115,33 +118,37 @@ def test_a_running_fleet_is_reused_and_another_is_refused(directory: Path) -> No
     assert "csdctl emulate down" in refusal.value.remedy
 
 
-@pytest.mark.first(3)
 @pytest.mark.parametrize("mechanism", ["cgroup", "duty"])
-@pytest.mark.parametrize("state", ["running", "whole", "cut short", "gone", "directory gone"])
-def test_down_leaves_nothing_though_a_node_is_busy_also_after_a_crash(
-    directory: Path, mechanism: str, state: str
+@pytest.mark.parametrize("state", ["running", "servers killed", "state cut short", "state gone", "all gone"])
+@pytest.mark.parametrize("end", ["down", "owner"])
+@pytest.mark.first(5)
+def test_fleet_leaves_nothing_though_its_nodes_are_busy_also_after_a_crash(
+    directory: Path, owner: "subprocess.Popen[bytes]", mechanism: str, state: str, end: str
 ) -> None:
-    fleet = start(directory, mechanism)
-    keep_busy(fleet)
-    for status in fleet_status(directory) if state != "running" else ():
-        os.kill(status.pid, signal.SIGKILL)
+    fleet = start(directory, mechanism, owner_pid=owner.pid)
+    for node in ("csd0", "csd1"):
+        fleet.output("setsid sh -c 'while :; do :; done' </dev/null >/dev/null 2>&1 &", node)
     paths = FleetPaths(directory)
-    if state == "cut short":
+    if state == "servers killed":
+        for status in fleet_status(directory):
+            os.kill(status.pid, signal.SIGKILL)
+    elif state == "state cut short":
         paths.state.write_text(paths.state.read_text()[:100])
-    elif state == "gone":
+    elif state == "state gone":
         paths.state.unlink()
-    elif state == "directory gone":
-        shutil.rmtree(directory)
-    num_processes = stop_fleet(directory)
-    # Two servers, what watches the owner, and the busy process.
-    assert num_processes == 4 if state == "running" else num_processes >= 1
+    elif state == "all gone":
+        shutil.rmtree(directory.parent)
+    if end == "owner":
+        owner.kill()
+        assert eventually(lambda: not list_marked(paths.fleet_id))
+    else:
+        assert stop_fleet(directory) >= (5 if state == "running" else 1)
     assert_nothing_is_left(directory)
     assert stop_fleet(directory) == 0
 
 
-def test_a_kept_fleet_starts_again_with_its_files(directory: Path) -> None:
-    spec = EmulatedSpec((CPU, CPU), MEMORY_BYTES)
-    start_fleet(directory, spec)
+def test_kept_fleet_and_one_with_a_dead_server_start_again_with_their_files(directory: Path) -> None:
+    fleet = start(directory, "auto")
     paths = FleetPaths(directory)
     private, key = paths.node("csd0").private / "samples", paths.key.read_bytes()
     private.write_text("mine")
@@ -150,88 +157,15 @@ def test_a_kept_fleet_starts_again_with_its_files(directory: Path) -> None:
     assert list(list_marked(paths.fleet_id)) == []
     with pytest.raises(InputError, match="is kept in"):
         start_fleet(directory, EmulatedSpec((CPU,), MEMORY_BYTES))
-    start_fleet(directory, spec)
-    assert is_up(directory)
-    assert (private.read_text(), paths.key.read_bytes()) == ("mine", key)
-    stop_fleet(directory)
-    assert_nothing_is_left(directory)
-
-
-def test_a_fleet_with_a_dead_server_is_restarted_with_its_files(directory: Path) -> None:
-    fleet = start(directory, "auto")
-    private = [FleetPaths(directory).node(name).private / "samples" for name in ("csd0", "csd1")]
-    for path in private:
-        path.write_text("mine")
-    pids = [status.pid for status in fleet_status(directory)]
-    os.kill(pids[0], signal.SIGKILL)
+    start(directory, "auto")
+    pids = {status.pid for status in fleet_status(directory)}
+    os.kill(fleet.status("csd0").pid, signal.SIGKILL)
     assert eventually(lambda: not fleet.status("csd0").is_running)
     assert fleet.status("csd1").is_running
     start(directory, "auto")
-    assert fleet.ssh("true").returncode in (0, 255)  # the old port is gone
-    assert not {status.pid for status in fleet_status(directory)} & set(pids)
-    assert [path.read_text() for path in private] == ["mine", "mine"]
+    assert not {status.pid for status in fleet_status(directory)} & pids
     assert all(status.is_running for status in fleet_status(directory))
-
-
-@pytest.fixture
-def owner() -> Iterator["subprocess.Popen[bytes]"]:
-    """A process that only waits; killed, it stays a zombie for as long as the test wants."""
-    process = subprocess.Popen(["sleep", "1000"])
-    yield process
-    process.kill()
-    process.wait()
-
-
-@pytest.mark.parametrize("mechanism", ["cgroup", "duty"])
-@pytest.mark.parametrize("state", ["whole", "a server killed", "state cut short", "all gone"])
-def test_fleet_ends_with_its_owner(
-    directory: Path, owner: "subprocess.Popen[bytes]", mechanism: str, state: str
-) -> None:
-    fleet = start(directory, mechanism, owner_pid=owner.pid)
-    for node in ("csd0", "csd1"):
-        fleet.output("setsid sh -c 'while :; do :; done' </dev/null >/dev/null 2>&1 &", node)
-    if state == "a server killed":
-        os.kill(fleet.status().pid, signal.SIGKILL)
-    elif state == "state cut short":
-        FleetPaths(directory).state.write_text("{")
-    elif state == "all gone":
-        shutil.rmtree(directory.parent)
-    owner.kill()
-    assert eventually(lambda: not list_marked(FleetPaths(directory).fleet_id))
-    assert_nothing_is_left(directory)
-
-
-def test_owner_that_does_not_run_is_refused(directory: Path, owner: "subprocess.Popen[bytes]") -> None:
-    owner.kill()
-    owner.wait()
-    for pid in (owner.pid, 0, -1):
-        with pytest.raises(InputError, match=f"received {pid} .* expected .* running process") as refusal:
-            start_fleet(directory, EmulatedSpec((CPU,)), owner_pid=pid)
-        assert "--pid" in refusal.value.remedy
-    assert not directory.exists()
-
-
-def test_demo_that_is_killed_leaves_no_fleet(tmp_path: Path) -> None:
-    directory = tmp_path / "demo" / ".csdctl" / "emulated"
-    command = [sys.executable, "-P", "-m", "csdctl", "demo", "--nodes", "1", "--directory", "demo"]
-    try:
-        with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL) as demo:
-            assert eventually(lambda: is_up(directory))
-            demo.kill()
-        assert eventually(lambda: not list_marked(FleetPaths(directory).fleet_id))
-        assert_nothing_is_left(directory)
-        assert not (tmp_path / "demo" / "fleet.yaml").exists()
-    finally:
-        stop_fleet(directory)
-
-
-def test_a_foreign_fleet_file_is_not_changed(directory: Path, tmp_path: Path) -> None:
-    path = tmp_path / "fleet.yaml"
-    path.write_text("nodes: []\n")
-    with pytest.raises(InputError, match="it is unchanged"):
-        start_fleet(directory, EmulatedSpec((CPU,)), fleet_path=path)
-    assert path.read_text() == "nodes: []\n"
-    assert not directory.exists()
+    assert (private.read_text(), paths.key.read_bytes()) == ("mine", key)
 
 
 def test_a_foreign_directory_is_not_changed(directory: Path) -> None:
@@ -296,9 +230,7 @@ def fleet(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         stop_fleet(directory)
 
 
-def test_commands_start_in_a_home_of_their_own_with_a_clean_environment(
-    fleet: Running, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_commands_start_in_a_home_of_their_own_with_a_clean_environment(fleet: Running) -> None:
     homes = {fleet.output("pwd; ls -A private", node) for node in ("csd0", "csd1")}
     assert len(homes) == 2
     environment = dict(line.split("=", 1) for line in fleet.output("env").splitlines())
@@ -322,31 +254,16 @@ def test_streams_are_binary_clean_and_exit_codes_come_back(fleet: Running) -> No
     assert (reads_little.returncode, reads_little.stdout) == (5, b"abc")
 
 
-def test_only_the_key_of_the_fleet_is_accepted(fleet: Running, tmp_path: Path) -> None:
+def test_key_of_the_fleet_alone_opens_a_connection_with_signals_and_files(fleet: Running) -> None:
     node = load_fleet(fleet.directory / "fleet.yaml").nodes[0]
     another_key = asyncssh.generate_private_key("ssh-ed25519")
 
-    async def log_in(user: str, **secret: object) -> None:
+    def log_in(user: str, **secret: object) -> Any:
         options = {"client_keys": None, "agent_path": None, "config": None, **secret}
-        async with asyncssh.connect(node.address, node.port, username=user, known_hosts=None, **options):
-            pass
-
-    asyncio.run(log_in(node.user, client_keys=[str(node.key)]))
-    for user, secret in ((node.user, {"client_keys": [another_key]}), (node.user, {"password": "csd"})):
-        with pytest.raises(asyncssh.PermissionDenied):
-            asyncio.run(log_in(user, **secret))
-    assert node.key is not None
-    assert node.key.stat().st_mode & 0o777 == 0o600
-
-
-def test_signals_and_files_go_both_ways(fleet: Running) -> None:
-    node = load_fleet(fleet.directory / "fleet.yaml").nodes[0]
+        return asyncssh.connect(node.address, node.port, username=user, known_hosts=None, **options)
 
     async def try_out() -> None:
-        options = {"client_keys": [str(node.key)], "agent_path": None, "config": None}
-        async with asyncssh.connect(
-            node.address, node.port, username=node.user, known_hosts=None, **options
-        ) as connection:
+        async with log_in(node.user, client_keys=[str(node.key)]) as connection:
             assert (await connection.run("kill -KILL $$")).exit_signal[0] == "KILL"
             async with connection.create_process("exec sleep 60") as process:
                 process.send_signal("TERM")
@@ -356,9 +273,14 @@ def test_signals_and_files_go_both_ways(fleet: Running) -> None:
                 async with sftp.open("sent.bin", "wb") as file:
                     await file.write(bytes(range(256)))
                 await sftp.posix_rename("sent.bin", "private/kept.bin")
-        assert fleet.output("wc -c < private/kept.bin; rm private/kept.bin").strip() == "256"
+        for secret in ({"client_keys": [another_key]}, {"password": "csd"}):
+            with pytest.raises(asyncssh.PermissionDenied):
+                await log_in(node.user, **secret)
 
     asyncio.run(try_out())
+    assert fleet.output("wc -c < private/kept.bin; rm private/kept.bin").strip() == "256"
+    assert node.key is not None
+    assert node.key.stat().st_mode & 0o777 == 0o600
 
 
 @pytest.mark.parametrize("num_processes", [1, 2])
@@ -388,16 +310,13 @@ def states_on(fleet: Running, node: str) -> list[str]:
     return [stat.state for stat in stats if stat]
 
 
-def test_a_command_ends_when_its_client_disconnects(fleet: Running) -> None:
+def test_command_ends_when_its_client_disconnects_and_a_daemon_stays_with_the_node(fleet: Running) -> None:
     script = "trap '' TERM HUP; sleep 9999 | sleep 9999"
     client = subprocess.Popen(["ssh", "-F", fleet.config, "csd0", script])
     assert eventually(lambda: fleet.status().num_processes >= 3)
     client.kill()
     client.wait()
     assert eventually(lambda: fleet.status().num_processes == 0)
-
-
-def test_a_daemon_outlives_its_channel_and_stays_with_the_node(fleet: Running) -> None:
     fleet.output("setsid sleep 9999 </dev/null >/dev/null 2>&1 &")
     assert eventually(lambda: fleet.status().num_processes == 1)  # the shell has ended
     assert stays(lambda: fleet.status().num_processes == 1, 0.3)

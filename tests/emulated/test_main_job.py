@@ -5,6 +5,7 @@ processor. The same with Fashion-MNIST, as `csdctl demo` does it, is in test_dem
 """
 
 import csv
+import json
 import signal
 import subprocess
 import sys
@@ -17,7 +18,7 @@ import yaml
 
 from csdctl.fleet.facts import load_facts
 from csdctl.fleet.fleet_file import load_fleet
-from tests.emulated.running import document, emulated, home_of, refuse, succeed
+from tests.emulated.running import document, emulated, home_of, refuse, state_of, succeed
 from tests.emulated.small_jobs import ALL_DATA, pausing_layer, small_job
 from tests.emulated.training import (
     assert_all_read_once,
@@ -32,6 +33,7 @@ from tests.emulated.training import (
     wait_until_all_train,
 )
 from tests.patience import communicate
+from tests.unit.worker.ingest.prepared_data import sha256, swap
 
 pytestmark = pytest.mark.emulated
 
@@ -236,6 +238,38 @@ def test_nan_loss_ends_the_run_with_a_remedy(project: Path) -> None:
     assert "recipe.learning_rate" in said
     assert "epoch 1, step" in said
     assert nothing_is_left(project, max((project / ".csdctl" / "runs").iterdir()))
+
+
+@pytest.mark.thorough
+@pytest.mark.attack(17)
+def test_swapped_data_is_not_trained_on_until_it_is_prepared_again(project: Path) -> None:
+    """The other data has the same size and time."""
+    (path,) = (state_of(project, "csd0") / ".csdctl" / "data").glob("*/images.npy")
+    before = sha256(path)
+    swap(path)
+    said = refuse(project, "train", *PLANNED, "--skip-doctor", code=1)
+    for words in ("csd0:", f"{path.parent.name}/images.npy", before, sha256(path), "csdctl prepare"):
+        assert words in said
+    assert "epoch 1/" not in said
+    succeed(project, "prepare")
+    assert sha256(path) == before
+
+
+@pytest.mark.thorough
+@pytest.mark.attack(17)
+def test_resumed_run_follows_no_path_of_its_files(project: Path) -> None:
+    victim = project / "victim"
+    victim.write_text("a file of the user")
+    succeed(project, "train", *PLANNED, "--skip-doctor", "--max-steps", "3")
+    run = max((project / ".csdctl" / "runs").iterdir())
+    edited = dict.fromkeys(("architecture", "weights"), "/etc/passwd")
+    edited |= {"step_file": str(victim), "output_directory": "../escaped"}
+    public = {"public": {"images": "/etc/passwd", "labels": "/etc/passwd"}}
+    (run / "spec.json").write_text(json.dumps(json.loads((run / "spec.json").read_text()) | edited | public))
+    succeed(project, "train", "--skip-doctor", "--resume", run.name)
+    assert victim.read_text() == "a file of the user"
+    assert not (project.parent / "escaped").exists()
+    assert (run / "model.keras").exists()
 
 
 def test_fleet_with_no_node_reachable_has_an_exit_code_of_its_own(project: Path) -> None:

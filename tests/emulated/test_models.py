@@ -1,16 +1,19 @@
-"""Models with several inputs or user metrics, trained on an emulated host and node."""
+"""Several inputs, user metrics, augmentation and private noise, trained on an emulated host and two nodes."""
 
 import json
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.emulated.running import document, emulated, home_of, succeed
-from tests.emulated.small_jobs import ALL_DATA, small_job
+from csdctl.reporting.privacy import compute_epsilon
+from csdctl.worker.protocol.recipe import Noise
+from tests.emulated.running import document, emulated, home_of, refuse, succeed
+from tests.emulated.small_jobs import ALL_DATA, save_arrays, small_job
 
 pytestmark = [pytest.mark.emulated, pytest.mark.thorough]
 
@@ -21,6 +24,17 @@ JOB = small_job(
     ".npz",
     data=ALL_DATA,
 )
+AUGMENTED = JOB.replace("build", "build_random").replace("data:\n", "data:\n  augment: augment.py:flip\n")
+NOISY = """\
+model: model.py:build_normal
+data:
+  public: {path: pictures}
+  private:
+    path: ~/pictures
+    unequal: repeat
+    noise: {l2_norm_clip: 1.0, noise_multiplier: 12.0, delta: 1.0e-5}
+recipe: {epochs: 2, learning_rate: 0.05}
+"""
 MODEL = """\
 import keras
 from keras import layers, ops
@@ -43,9 +57,38 @@ def build_random():
     return keras.Model([picture, weather], layers.Dense(1, dtype="float32")(dropped))
 
 
+def build_normal():
+    stack = [keras.Input((8, 8, 1)), layers.Flatten(), layers.LayerNormalization()]
+    return keras.Sequential([*stack, layers.Dense(3, activation="softmax")])
+
+
 def far_off(labels, predictions):
     return ops.cast(ops.abs(labels - predictions) > 0.25, "float32")
 """
+AUGMENT = """\
+import turning
+
+
+def flip(samples, labels, rng):
+    return {**samples, "picture": turning.turn(samples["picture"], rng)}, labels
+
+
+def fail_on_a_node(samples, labels, rng):
+    import os
+    if "CSDCTL_EMULATED_NODE" in os.environ:
+        raise ValueError(f"secret {samples}")
+    return samples, labels
+"""
+TURNING = """\
+def turn(pictures, rng):
+    turned = rng.random(len(pictures)) < 0.5
+    pictures[turned] = pictures[turned, :, ::-1]
+    return pictures
+"""
+TRAIN = ("train", "--batch-size", "8", "--skip-doctor", "--no-rebalance", "--json")
+NUM_PRIVATE = {"csd0": 12, "csd1": 5}
+PASSES = {"csd0": 1, "csd1": 3}
+"""csd1 repeats its 5 pictures to get 12."""
 
 
 def write(path: Path, seed: int) -> None:
@@ -58,23 +101,32 @@ def write(path: Path, seed: int) -> None:
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    with emulated(tmp_path_factory.mktemp("models"), 1, {"job.yaml": JOB, "model.py": MODEL}) as directory:
-        home = home_of(directory, "csd0")
-        for number, path in enumerate((directory / "public", directory / "validation", home / "private")):
-            write(path.with_suffix(".npz"), number)
+    augmented = AUGMENTED.replace("model:", "code: [turning.py]\nmodel:")
+    files = {"job.yaml": JOB, "augmented.yaml": augmented, "noisy.yaml": NOISY, "model.py": MODEL}
+    files |= {"fails.yaml": augmented.replace("py:flip", "py:fail_on_a_node")}
+    files |= {"augment.py": AUGMENT, "turning.py": TURNING}
+    with emulated(tmp_path_factory.mktemp("models"), 2, files) as directory:
+        write(directory / "public.npz", 0)
+        write(directory / "validation.npz", 1)
+        save_arrays(directory / "pictures", 21, 8, 8, 1)
+        for seed, (node, count) in enumerate(NUM_PRIVATE.items(), start=2):
+            write(home_of(directory, node) / "private.npz", seed)
+            save_arrays(home_of(directory, node) / "pictures", count, 8, 8, 1)
         yield directory
 
 
-def test_model_with_two_inputs_trains_and_own_metric_is_evaluated(project: Path) -> None:
-    done = succeed(project, "train", "--batch-size", "8", "--skip-doctor", "--json")
-    lines = [json.loads(line) for line in done.stdout.splitlines()]
-    assert lines[-1]["state"] == "completed"
-    assert lines[-1]["samples"] == 2 * 2 * NUM_SAMPLES
+def train(project: Path, *arguments: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Return what rank 0 says at the end of each epoch, and the report."""
+    lines = [json.loads(line) for line in succeed(project, *TRAIN, *arguments).stdout.splitlines()]
     ends = [line for line in lines if line.get("event") == "EpochEnd" and line["rank"] == 0]
+    assert lines[-1]["identical_weights"]
+    return ends, lines[-1]
+
+
+def test_model_with_two_inputs_trains_and_own_metric_is_evaluated(project: Path) -> None:
+    ends, report = train(project)
+    assert (report["state"], report["samples"]) == ("completed", 2 * 3 * NUM_SAMPLES)
     assert set(ends[-1]["metrics"]) == {"mean_absolute_error", "far_off"}
-    metrics = ends[-1]["validation_metrics"]
-    assert set(metrics) == {"mean_absolute_error", "far_off"}
-    assert 0 <= metrics["far_off"] <= 1
     # The saved model gives the same values in a separate process.
     program = (
         "import sys, keras, numpy as np\n"
@@ -83,29 +135,65 @@ def test_model_with_two_inputs_trains_and_own_metric_is_evaluated(project: Path)
         "found = model.predict([data['picture'] / np.float32(255), data['weather']], verbose=0)\n"
         "print(float(np.abs(found - data['y']).mean()), float((np.abs(found - data['y']) > 0.25).mean()))\n"
     )
-    output = subprocess.run(
-        [sys.executable, "-c", program, f"{lines[-1]['path']}/model.keras"],
-        cwd=project,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    mean_error, far_off = map(float, output.stdout.split()[-2:])
-    assert mean_error == pytest.approx(metrics["mean_absolute_error"], rel=1e-4)
-    assert far_off == pytest.approx(metrics["far_off"])
-
+    command = [sys.executable, "-c", program, f"{report['path']}/model.keras"]
+    output = subprocess.run(command, cwd=project, capture_output=True, text=True, check=True).stdout
+    mean_error, far_off = map(float, output.split()[-2:])
+    expected = {"mean_absolute_error": mean_error, "far_off": far_off}
+    assert ends[-1]["validation_metrics"] == pytest.approx(expected, rel=1e-4)
     again = succeed(project, "train", "--resume", "latest", "--skip-doctor")
     assert "is complete: nothing to resume" in again.stdout + again.stderr
 
 
-def test_verify_compares_random_layers_in_16_bits_with_the_random_states_of_every_rank(project: Path) -> None:
-    (project / "random.yaml").write_text(JOB.replace(":build", ":build_random"))
-    verified = document(project, "verify", "random.yaml")
+def test_augmentation_and_random_layers_repeat_and_are_verified_with_the_states_of_every_rank(
+    project: Path,
+) -> None:
+    prepared = succeed(project, "prepare", "augmented.yaml")
+    assert "augment.py, turning.py" in prepared.stdout
+    assert "augment.py:flip, tried on public samples" in prepared.stdout
+    assert "tried on" not in succeed(project, "prepare", "augmented.yaml").stdout
+    losses = [[end["loss"] for end in train(project, "augmented.yaml")[0]] for _ in range(2)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    verified = document(project, "verify", "augmented.yaml")
     assert (verified["dtype"], verified["compared_in"]) == ("bfloat16", "float32")
     assert verified["is_equal"]
-    assert verified["ranks"]["csd0"]["difference"] <= 8 * verified["ranks"]["csd0"]["spread"]
+    assert all(rank["difference"] <= 8 * rank["spread"] for rank in verified["ranks"].values())
     assert verified["one_batch"] is None
-    assert len(verified["not_one_batch"]) == 1
-    assert verified["not_one_batch"][0].startswith("random numbers in ")
-    assert "drops" in verified["not_one_batch"][0]
-    assert "random_rotation" in verified["not_one_batch"][0]
+    reasons = " ".join(verified["not_one_batch"])
+    for words in ("augmentation by augment.py:flip", "random numbers in ", "drops", "random_rotation"):
+        assert words in reasons
+
+
+def test_failure_on_a_node_is_named_and_its_message_stays_there(project: Path) -> None:
+    said = refuse(project, *TRAIN, "fails.yaml", "--exclude", "csd1")
+    assert "csd0: augment.py:fail_on_a_node fails: ValueError" in said
+    assert "secret" not in said
+
+
+def test_resumed_run_with_noise_reports_its_guarantee(project: Path) -> None:
+    """A resumed run adds to what was released before, and keeps its noise."""
+    options = ("noisy.yaml", "--skip-doctor")
+    stopped = succeed(project, "train", *options, "--batch-size", "4", "--no-rebalance", "--max-steps", "2")
+    assert "after 2 epochs, if nothing is lost, private samples of csd0: ε = " in stopped.stdout
+    (project / "noisy.yaml").write_text(NOISY.replace("12.0", "13.0"))
+    assert "data.private.noise" in refuse(project, "train", *options, "--resume", "latest")
+    (project / "noisy.yaml").write_text(NOISY)
+    done = succeed(project, "train", *options, "--resume", "latest", "--json")
+    assert "released: private samples of csd1: ε = " in done.stderr
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert (report["state"], report["identical_weights"]) == ("completed", True)
+    assert np.isfinite(report["loss"])
+    privacy = document(project, "report", "--privacy")["privacy"]
+    assert privacy == report["privacy"]
+    num_epochs = 3  # the first is begun twice
+    for node, row in zip(NUM_PRIVATE, privacy["nodes"], strict=True):
+        epsilon = compute_epsilon(Noise(1.0, 12.0, 1e-5), num_epochs * PASSES[node])
+        assert (row["node"], row["num_private"], row["epsilon"]) == (node, NUM_PRIVATE[node], epsilon)
+        assert row["num_releases"] == num_epochs * PASSES[node]
+    printed = " ".join(succeed(project, "report").stdout.split())
+    assert f"{epsilon:.3g} at δ = 1e-05" in printed
+
+
+def test_tuning_measures_private_nodes_with_noise_and_verify_reports_no_noise(project: Path) -> None:
+    succeed(project, "tune", "noisy.yaml", "--exclude", "csd1", "--probe-seconds", "0.1")
+    verified = succeed(project, "verify", "noisy.yaml", "--exclude", "csd1")
+    assert "without clipping and noise" in verified.stderr + verified.stdout

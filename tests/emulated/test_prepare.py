@@ -108,17 +108,6 @@ def test_incompatible_data_on_a_node_is_refused_with_node_and_class(project: Pat
 
 
 @pytest.mark.thorough
-@pytest.mark.fault(58)
-def test_node_without_data_is_refused(project: Path) -> None:
-    for node in ("csd0", "csd1"):
-        shutil.rmtree(private(project, node))
-    private(project, "csd0").mkdir()
-    said = refuse(project, "prepare", code=1)
-    assert "csd0: data at ~/private is empty" in said
-    assert "csd1: there is no data at ~/private" in said
-
-
-@pytest.mark.thorough
 def test_users_function_runs_on_the_node_and_cannot_reveal_its_data(project: Path) -> None:
     (project / "my_data.py").write_text(LOAD)
     (project / "job.yaml").write_text(JOB.replace("~/private}", "~/private, function: my_data.py:load}"))

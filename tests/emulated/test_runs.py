@@ -86,12 +86,3 @@ def test_hang_up_of_a_run_with_a_terminal_stops_it_in_order(project: Path) -> No
     assert runs(project)[run_id]["state"] == "stopped"
     succeed(project, "runs", "rm", min(before), "--yes")
     assert set(runs(project)) == {run_id}
-
-
-@pytest.mark.thorough
-def test_detached_run_that_cannot_start_says_why(project: Path) -> None:
-    (project / "broken.yaml").write_text(JOB.replace("path: public", "path: nowhere"))
-    failed = csdctl(project, "train", "broken.yaml", "--batch-size", "64", "--skip-doctor", "--detach")
-    assert failed.returncode == 2
-    assert "nowhere" in failed.stdout
-    assert not list((project / ".csdctl").glob("detached-*"))

@@ -21,13 +21,12 @@ from csdctl.job.model import describe_job, load_job
 from csdctl.reporting.privacy import add_flows, count_passes, measure_privacy
 from csdctl.reporting.results import RunFollower, RunResults, summarize
 from csdctl.reporting.series import SeriesBuilder
-from csdctl.runs.directory import EventLog, ProjectDirectory, RunDirectory
+from csdctl.runs.directory import EventLog, RunDirectory
 from csdctl.runs.ledger import Ledger, read_ledger
 from csdctl.terminal.console import PrintableConsole
 from csdctl.terminal.report import render_report
 from csdctl.terminal.streams import document, format_json
 from csdctl.tuning.plan import Plan, Predicted, load_plan, save_plan
-from csdctl.worker.protocol.datasets import DatasetInfo
 from csdctl.worker.protocol.events import (
     EpochEnd,
     Failed,
@@ -41,7 +40,6 @@ from csdctl.worker.protocol.events import (
 from csdctl.worker.protocol.json_codec import to_json
 from csdctl.worker.protocol.recipe import Noise, Recipe
 from csdctl.worker.protocol.run_spec import DatasetSlice, RankSpec, RunSpec, Runtime
-from csdctl.workflows.data.prepare import load_prepared, save_prepared
 from csdctl.workflows.train.resume import load_spec
 from tests.fuzz.target import Form, Target
 from tests.unit.runs.manifests import manifest_of
@@ -227,32 +225,6 @@ def _facts_seeds() -> list[bytes]:
     return [_written(lambda path: save_facts(Fleet((), path=path), {"csd0": facts}).rename(path))]
 
 
-def _prepared(content: bytes, directory: Path) -> None:
-    project, job = ProjectDirectory(directory), _own_job(directory)
-    _in_file(content, project.prepared(job.name))
-    if record := load_prepared(project, job):
-        str(record.num_samples)
-
-
-def _own_job(directory: Path) -> Any:
-    path = directory / "job.yaml"
-    if not path.exists():
-        _write_models(directory)
-        path.write_bytes(JOB)
-    return load_job(path)
-
-
-def _prepared_seeds() -> list[bytes]:
-    def write(path: Path) -> None:
-        project = ProjectDirectory(path.parent)
-        job = _own_job(path.parent)
-        info = DatasetInfo("/srv/data", 100, (64, 64, 3), "uint8", (), 9, "f" * 32, {"undecodable": 1})
-        save_prepared(project, job, {"public": info}, {"csd0": info})
-        project.prepared(job.name).rename(path)
-
-    return [_written(write)]
-
-
 def _emulation(content: bytes, directory: Path) -> None:
     _in_file(content, FleetPaths(directory).state)
     if state := load_state(FleetPaths(directory)):
@@ -300,7 +272,6 @@ TARGETS = (
     Target("stored-events", Form.LINES, _stored_events, (InputError,), _event_seeds),
     Target("ledger", Form.LINES, _ledger, (InputError,), _ledger_seeds),
     Target("facts", Form.JSON, _facts, (InputError,), _facts_seeds),
-    Target("prepared-record", Form.JSON, _prepared, (InputError,), _prepared_seeds),
     Target("emulated-fleet", Form.JSON, _emulation, (InputError,), _emulation_seeds),
     Target(
         *("inventory", Form.JSON, _inventory, (InputError,)),

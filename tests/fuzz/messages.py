@@ -8,8 +8,6 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from csdctl.errors import RemoteCommandError
 from csdctl.facts.machine import CONDITION_FACTS, ClockTrip, parse_facts
 from csdctl.fleet.facts import Condition
@@ -19,8 +17,7 @@ from csdctl.shipping.deliver import ANSWERS, check_request
 from csdctl.supervision.rank_processes import EventValidator
 from csdctl.transport.program import ReportedError, decode_frame
 from csdctl.worker.group.hub import Lost
-from csdctl.worker.group.values import ExpectedTails, decode_value, encode_value
-from csdctl.worker.protocol.datasets import DatasetInfo
+from csdctl.worker.group.values import decode_value, encode_value
 from csdctl.worker.protocol.events import (
     EVENTS,
     EpochEnd,
@@ -34,13 +31,12 @@ from csdctl.worker.protocol.events import (
     event_to_line,
 )
 from csdctl.worker.protocol.json_codec import DATA, ERROR, Count, ProtocolError, Sha256, from_json, to_json
-from csdctl.worker.protocol.orders import Begin, OpenHub, Ping, Probe, Stop, order_from_line, order_to_line
-from csdctl.worker.protocol.probe import CutTimes, PartTimes, ProbeRequest
+from csdctl.worker.protocol.orders import Ping
+from csdctl.worker.protocol.probe import CutTimes, PartTimes
 from csdctl.worker.protocol.run_spec import RunSpec
 from csdctl.worker.protocol.sandbox import SandboxPolicy
 from csdctl.worker.tasks.callbacks import Decision
 from csdctl.worker.tasks.progress import CallbackState
-from csdctl.workflows.data.prepare import check_info
 from tests.fuzz.documents import NODES, run_spec
 from tests.fuzz.target import Form, Target
 
@@ -62,7 +58,6 @@ inodes /dev/sda1 1000 500 500 50% /
 place /tmp
 refused mktemp: failed: Read-only file system
 """
-INFO = DatasetInfo("/srv/data", 100, (64, 64, 3), "uint8", (), 9, "f" * 32, {"undecodable": 1}, {"cat": 7})
 
 
 def _lines(content: bytes) -> list[str]:
@@ -116,11 +111,6 @@ def _simplest(event_type: type[Event]) -> Event:
     return event_type(**{**values, "rank": 0, "node": "host"})
 
 
-def _orders(content: bytes, directory: Path) -> None:
-    for line in _lines(content):
-        order_to_line(order_from_line(line))
-
-
 def _frames(content: bytes, directory: Path) -> None:
     for line in _lines(content):
         frame = decode_frame(line, {**ANSWERS, ERROR: ReportedError, DATA: bytes})
@@ -145,10 +135,6 @@ def _probe_outputs(content: bytes, directory: Path) -> None:
     facts = parse_facts("csd0", text, trips, CONDITION_FACTS, Condition)
     json.dumps(dataclasses.asdict(facts), default=str)
     str((facts.num_threads, facts.usable_memory_bytes))
-
-
-def _worker_answers(content: bytes, directory: Path) -> None:
-    check_info(from_json(DatasetInfo, content.decode(errors="replace")), "csd0", "preparing")
 
 
 def _specs(content: bytes, directory: Path) -> None:
@@ -188,21 +174,6 @@ def _value_seeds() -> list[bytes]:
     return [encode_value(value) for value in values]
 
 
-def _tails(content: bytes, directory: Path) -> None:
-    expected = ExpectedTails(3, {0: 10.0, 1: 20.0, 2: 30.0})
-    vectors = np.frombuffer(content[:72].ljust(72, b"\0"), np.float32).reshape(2, 9)
-    with np.errstate(all="ignore"):
-        for rank, vector in enumerate(vectors, start=1):
-            expected.find_fault(vector[3:], [rank])
-        expected.is_count_of(vectors[0], (0, 1, 2))
-        ExpectedTails.unpack(expected.pack())
-
-
-def _tail_seeds() -> list[bytes]:
-    rows = [[9, 9, 9, 20, 0, 0, 0.5, 0, 9], [9, 9, 9, 30, 0, 0, 0, 0.25, 9]]
-    return [np.array(rows, np.float32).tobytes()]
-
-
 def _mpi_output(content: bytes, directory: Path) -> None:
     log = CappedLog(directory / "rank-1.log", "csd0")
     output = JobOutput(log, REQUEST, list[str]().append)
@@ -216,28 +187,17 @@ def _mpi_seeds() -> list[bytes]:
     return ["\n".join([*lines, ""]).encode()]
 
 
-def _order_seeds() -> list[bytes]:
-    orders = (OpenHub("key"), Begin((0, 1)), Ping(7), Stop(), Probe({"1": ProbeRequest(8)}))
-    return [order_to_line(order).encode() for order in orders]
-
-
 MARKS = tuple(f"csdctl-fact:{fact.name}\n".encode() for fact in CONDITION_FACTS)
 INVALID = (ProtocolError,)
 TARGETS = (
     Target("live-events", Form.LINES, _live_events, INVALID, _live_event_seeds),
-    Target("orders", Form.LINES, _orders, INVALID, _order_seeds),
     Target("receiver-answers", Form.LINES, _frames, INVALID, lambda: [FRAMES, *FRAMES.split(b"\n")]),
     Target(
         *("probe-outputs", Form.LINES, _probe_outputs, (RemoteCommandError,)),
         lambda: [path.read_bytes() + CONDITION for path in sorted(CAPTURES.glob("*.txt"))],
         MARKS,
     ),
-    Target(
-        *("worker-answers", Form.JSON, _worker_answers, (RemoteCommandError, ProtocolError)),
-        lambda: [to_json(INFO).encode()],
-    ),
     Target("specs", Form.JSON, _specs, (ProtocolError, UnicodeDecodeError), _spec_seeds),
     Target("group-values", Form.JSON, _group_values, (ValueError,), _value_seeds),
-    Target("vector-tails", Form.BINARY, _tails, (), _tail_seeds),
     Target("mpirun-output", Form.LINES, _mpi_output, (), _mpi_seeds, (REQUEST.encode(), CONNECTED.encode())),
 )

@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.emulated.training import wait_until_all_train
 from tests.lab import network
 from tests.lab.machines import INTERFACE, LabNode
 from tests.lab.project import Project
-from tests.lab.test_main_job import NETWORK, load_events, long_job, start_training
+from tests.lab.test_main_job import NETWORK, load_events, long_job
 from tests.patience import wait_for
 
 pytestmark = pytest.mark.lab
@@ -112,37 +111,3 @@ def test_slow_link_is_named_with_its_rate_while_the_run_goes_on_and_in_its_repor
     assert re.search(rf"for {slow.name} \(link\): it carried [\d.]+ KiB/s both ways", printed), printed
     report = project.csdctl("report").stdout
     assert re.search(rf"held back by +{slow.name} \(rank 2\), link: it carried [\d.]+ KiB/s", report), report
-
-
-@pytest.mark.thorough
-def test_connections_of_mpi_that_are_cut_for_good_are_named_with_node_cause_and_cost(
-    project: Project, job: Path
-) -> None:
-    connected, cut, _ = project.lab.near
-    project.use(connected, cut, network=NETWORK)
-    process = start_training(project, job)
-    drop_connections_of_mpi(cut)
-    (log,) = project.path.glob(".csdctl/runs/*/events.jsonl")
-    wait_until_all_train(process, log.parent, 1)
-    printed = project.interrupt(process)
-    network.run_command(*inside(cut), "nft", "delete table inet cut")
-    assert f"{cut.name} is lost: its link was lost" in printed
-    assert f"{cut.name} is back" in printed
-    assert f"{connected.name} is lost" not in printed
-    row = next(line for line in project.csdctl("report").stdout.splitlines() if "its link was lost" in line)
-    assert cut.name in row
-
-
-def inside(node: LabNode) -> tuple[str, ...]:
-    return "nsenter", f"--net={network.NAMESPACES / node.namespace}"
-
-
-def drop_connections_of_mpi(node: LabNode) -> None:
-    """Drop all packets of the connections that are open now, except those of SSH."""
-    rules = ["add table inet cut"]
-    for hook, end in (("input", "dport"), ("output", "sport")):
-        rules.append(f"add chain inet cut {hook} {{ type filter hook {hook} priority 0; }}")
-        for line in network.run_command(*inside(node), "ss", "-Htn").splitlines():
-            port = line.split()[3].rpartition(":")[2]
-            rules += [f"add rule inet cut {hook} tcp {end} {port} drop"] * (port != "22")
-    network.run_command(*inside(node), "nft", "-f", "-", input_text="\n".join(rules) + "\n")

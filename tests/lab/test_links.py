@@ -112,10 +112,3 @@ def test_machines_have_ipv6_alone(lab: Lab, project: Project, job: Path) -> None
     with lab.node("six0", 80, is_ipv6=True) as first, lab.node("six1", 81, is_ipv6=True) as second:
         project.use(first, second)
         trains(project, job)
-
-
-def test_machines_share_two_networks(lab: Lab, project: Project, job: Path) -> None:
-    """Without `network:`, MPI uses the one of SSH."""
-    with cables(lab):
-        project.use(*lab.near)
-        trains(project, job)

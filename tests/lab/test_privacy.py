@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import shutil
 from collections import Counter
 from pathlib import Path
@@ -140,18 +139,6 @@ def test_worker_that_fails_on_private_data_reveals_nothing(project: Project, job
     assert not find_canaries((done.stdout + done.stderr).encode())
     assert not find_canaries(captures["csd0"].path.read_bytes())
     assert search_host(project.path) == []
-
-
-@pytest.mark.thorough
-def test_public_data_that_a_node_cannot_read_is_refused(project: Project, job: Path) -> None:
-    nodes = project.lab.near[:2]
-    project.use(*nodes, network=NETWORK)
-    everywhere = job.with_name("everywhere.yaml")
-    everywhere.write_text(job.read_text().replace("path: public}", "path: public, on: every-node}"))
-    done = project.csdctl("train", str(everywhere), "--batch-size", "8", "--max-steps", "1", "--skip-doctor")
-    assert done.returncode != 0
-    assert re.search("csd[01]: the data set cannot be read: No such file", done.stderr), done.stderr
-    assert "`on: every-node` must be at the same path" in " ".join(done.stderr.split())
 
 
 NUM_PRIVATE, EPOCHS, LABEL_BYTES = 500, 10, 4

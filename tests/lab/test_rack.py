@@ -108,22 +108,6 @@ def test_rack_trains_from_discover_to_report(
     assert "between servers in this run, gradient: " in done.stdout
 
 
-def test_csdctl_runs_on_a_machine_that_does_not_train(
-    project: Project, job: Path, servers: tuple[Server, ...]
-) -> None:
-    use_rack(project, servers[1:], trains=False)
-    train = "train --batch-size 4 --max-steps 8 --skip-doctor"
-    for command in ("tune --probe-seconds 0.1", "verify", train):
-        project.succeed(*command.split(), str(job), "--json")
-    (run,) = (project.path / ".csdctl/runs").glob("*")
-    host, *nodes = json.loads((run / "manifest.json").read_text())["plan"]["ranks"]
-    assert host["batch_size"] == 0
-    assert {"storage2", "storage3"} < {rank["node"] for rank in nodes}
-    finished = events_of(run, "Finished")
-    assert len(finished) == 1 + len(nodes)
-    assert len({event["weights_hash"] for event in finished}) == 1
-
-
 @pytest.mark.fault(59)
 def test_rack_survives_the_loss_of_a_node_a_server_and_a_cable(
     project: Project, job: Path, servers: tuple[Server, ...]

@@ -10,7 +10,7 @@ import pytest
 
 from tests.lab.lab import Lab
 from tests.lab.machines import INTERFACE, LabNode
-from tests.lab.network import Segment, connect_cable, give_addresses, make_bridge, run_command, run_ip
+from tests.lab.network import run_command, run_ip
 from tests.lab.project import CSDCTL, Project
 from tests.lab.test_connect import make_key
 
@@ -66,25 +66,6 @@ def test_connection_that_drops_large_packets_is_red_with_a_guess(project: Projec
 
 
 @pytest.mark.thorough
-def test_network_of_mpi_that_drops_large_packets_is_red_with_a_guess(project: Project) -> None:
-    lab, (node, other, _) = project.lab, project.lab.near
-    network = Segment(lab.host.namespace, "mpi", "10.79.0", "fd79:0:0:1")
-    make_bridge(network)
-    give_addresses(lab.host.namespace, network.bridge, [network.ipv4(1)])
-    for number, one in enumerate((node, other), start=10):
-        connect_cable(one.namespace, "mpi", network, f"m-{one.name}", [network.ipv4(number)])
-    project.use(node, other, network="10.79.0.0/24")
-    try:
-        with large_packets_dropped((lab.host.namespace, network.bridge), (node.namespace, "mpi")):
-            done = project.csdctl("doctor")
-    finally:
-        run_ip(lab.host.namespace, *(f"link del m-{one.name}" for one in (node, other)), "link del mpi")
-    assert done.returncode == 3
-    assert "red: csd0: ports:" in done.stdout
-    assert "compare the MTU" in done.stdout
-
-
-@pytest.mark.thorough
 @pytest.mark.fault(9)
 def test_training_works_where_a_connection_has_one_session(project: Project, job: Path) -> None:
     node = project.lab.near[0]
@@ -94,15 +75,6 @@ def test_training_works_where_a_connection_has_one_session(project: Project, job
         num_connections = node.log.count("Accepted publickey")
     assert done.returncode == 0, done.stdout + done.stderr
     assert num_connections > 1
-
-
-def test_server_that_opens_no_session_is_named(project: Project) -> None:
-    node = project.lab.near[0]
-    project.use(node)
-    with node.with_sshd("MaxSessions 0"):
-        said = project.refuse("exec", "--", "true", code=1)
-    assert "the SSH server does not open more channels" in said
-    assert "MaxSessions" in said
 
 
 @pytest.mark.parametrize("keyword", ALGORITHMS)

@@ -1,17 +1,20 @@
 """The lab, and what is collected once for all tests on the machine itself, as the lab has no internet."""
 
+import json
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.lab.bare import bundles
 from tests.lab.conftest import job, lab, project
-from tests.lab.project import CSDCTL
+from tests.lab.project import CSDCTL, Project
 
 __all__ = ["job", "lab", "project"]
 
+NETWORK = "10.77.0.0/24"
 COLLECT_DEADLINE_S = 1800.0
 
 
@@ -38,3 +41,11 @@ def collect(kind: str) -> Path:
     done = subprocess.run(command, capture_output=True, text=True, timeout=COLLECT_DEADLINE_S, check=False)
     assert done.returncode == 0, done.stderr
     return bundles()
+
+
+def provision(project: Project, *arguments: str, code: int = 0) -> dict[str, Any]:
+    """Run `csdctl provision --json` and return its document."""
+    done = project.csdctl("provision", "--json", "--bundles", str(bundles()), *arguments)
+    assert done.returncode == code, done.stderr
+    document: dict[str, Any] = json.loads(done.stdout)
+    return document

@@ -10,7 +10,7 @@ from csdctl.workflows.provision.provision import ansible_directory, build_enviro
 from tests.lab.bare import PREFIX, PYTHON, bare_node, bundles
 from tests.lab.lab import Lab
 from tests.lab.project import CSDCTL, Project
-from tests.provision.provisioning import NETWORK, check, provision
+from tests.provision.conftest import NETWORK, provision
 
 pytestmark = [pytest.mark.lab, pytest.mark.timeout(1800)]
 
@@ -33,11 +33,11 @@ def test_bare_node_trains_and_is_as_before_after_uninstalling(
         assert run_ansible(project)["bare"]["changed"] == 0
         assert node.run(PYTHON, "-c", "import sys; print(sys.prefix)").strip() == f"{PREFIX}/venv"
 
-        for command in (["discover"], ["doctor"], ["tune", job]):
-            check(project, *command)
+        for command in (["discover"], ["doctor"], ["tune", str(job)]):
+            project.succeed(*command)
         for command in ("train", "verify"):  # a plan may leave a slow node out
-            check(project, command, job, "--batch-size", "16")
-        assert "bare" in check(project, "report", "--json")
+            project.succeed(command, str(job), "--batch-size", "16")
+        assert "bare" in project.succeed("report", "--json").stdout
 
         provision(project, "--uninstall", "--yes")
         after = node.list_files()
@@ -48,7 +48,7 @@ def test_bare_node_trains_and_is_as_before_after_uninstalling(
 def run_ansible(project: Project) -> dict[str, dict[str, int]]:
     """Run the playbook by Ansible alone, which lets csdctl send; return what it did on each node."""
     directory = ansible_directory()
-    check(project, "inventory", "--output", "hosts.yml")
+    project.succeed("inventory", "--output", "hosts.yml")
     values = {"node_csdctl": str(CSDCTL), "node_bundles": str(bundles())}
     playbook = str(directory / "playbooks/nodes.yml")
     done = project.lab.host.run(

@@ -12,7 +12,7 @@ from tests.lab.bare import PREFIX, BareNode, bare_node, bundles
 from tests.lab.lab import Lab
 from tests.lab.project import Project
 from tests.patience import communicate, wait_for
-from tests.provision.provisioning import NETWORK, provision
+from tests.provision.conftest import NETWORK, provision
 
 pytestmark = [pytest.mark.lab, pytest.mark.timeout(1800)]
 
@@ -54,16 +54,6 @@ def test_node_that_loses_power_while_sending_and_installing_is_finished_by_the_n
         done = provision(project, "--set", "node_sshd=false")["nodes"]["bare"]
         assert done["num_bytes"] == 0  # everything had arrived
         assert provision(project, "--set", "node_sshd=false")["nodes"]["bare"]["tasks"]["changed"] == 0
-
-
-def test_full_disk_is_named_before_anything_is_sent(lab: Lab, project: Project, bundle: Path) -> None:
-    with bare_node(lab, "bare", 63, opt_size="600m") as node:
-        project.use(node, network=NETWORK)
-        failed = provision(project, code=1)["failed"]["bare"]
-        assert "600 MiB are free at /opt/csdctl" in failed["message"]
-        assert "df -h" in failed["remedy"]
-        node.give_space("3g")
-        assert provision(project)["nodes"]["bare"]["tasks"]["changed"] > 0
 
 
 def test_disk_that_fills_while_unpacking_is_named_and_more_space_is_enough(

@@ -25,8 +25,9 @@ FOREVER = 1 << 30
 class JoinedRanks:
     """The processes of a run's ranks and their links."""
 
-    def __init__(self, spec: RunSpec, directory: Path) -> None:
-        """`spec` has LINK_KEY. Ranks run in `directory`."""
+    def __init__(self, spec: RunSpec, directory: Path, program: Path = PROGRAM) -> None:
+        """`spec` has LINK_KEY. Ranks run `program` in `directory`."""
+        self._program = program
         self.spec, self.directory = spec, directory
         self.said: list[tuple[int, Any]] = []
         """Events and other lines of each rank, in order of arrival."""
@@ -59,7 +60,7 @@ class JoinedRanks:
         """Start the process of a rank, until it is ready, and the link of it."""
         num_before = len(self.said)
         process = subprocess.Popen(
-            [sys.executable, str(PROGRAM), "spec.json", str(rank)],
+            [sys.executable, str(self._program), "spec.json", str(rank)],
             cwd=self.directory,
             env={**os.environ, "PYTHONPATH": str(ROOT)},
             stdin=subprocess.PIPE,
