@@ -7,16 +7,16 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from csdctl.errors import CsdctlError, DeadlineError, NodeError, UnreachableError
+from csdctl.errors import DeadlineError, NodeError, UnreachableError
 from csdctl.fleet.model import HOST_NAME
 from csdctl.launch.leftovers import END_DEADLINE_S, CleanupOptions, clean_machine, relock_machine
-from csdctl.launch.mpi_job import JobOutcome, MpiJob
+from csdctl.launch.mpi_job import TRAFFIC_CLASSES, JobOutcome, MpiJob
 from csdctl.launch.mpirun import Mpirun
 from csdctl.runs.directory import CappedLog
-from csdctl.supervision.rank_processes import EventValidator, RankProcess, StartRank
+from csdctl.supervision.rank_processes import EventValidator, RankProcess
 from csdctl.transport.commands import MERGE_STREAMS
 from csdctl.transport.many import Connections
-from csdctl.transport.meter import LinkBytes
+from csdctl.transport.meter import LinkBytes, TrafficClass
 from csdctl.transport.session import Session
 from csdctl.worker.protocol.orders import Order
 from csdctl.worker.protocol.run_spec import RunSpec
@@ -97,43 +97,31 @@ class Link:
         return self._outcome or JobOutcome()
 
 
-@dataclass(frozen=True)
-class RunSetup:
-    """How to start the ranks and their links. The first three callables may raise CsdctlError."""
-
-    run_id: str
-    nodes: Sequence[str]
-    """The machine of every rank, in order; rank 0 is on the host."""
-    start_rank: StartRank
-    restart_rank: StartRank
-    """Start a rank that was lost, after killing its old processes."""
-    start_link: Callable[[int], Link]
-    log_directory: Path
-    min_nodes: int
-    is_resumable: bool
-    """Whether the run keeps its state for `train --resume`."""
-    patience: Patience
-    hub_key: str = ""
-    absent: tuple[int, ...] = ()
-    late: Mapping[int, CsdctlError] = field(default_factory=dict)
-    """Ranks whose nodes cannot be reached yet, and why: they join once they can."""
-    servers: Sequence[int] = ()
-    """The rank of the server of every rank, through which others reach it; () for rank 0."""
-    is_check: bool = False
-    """Whether rank 0 begins alone, and what does not start is lost: a check of links."""
-    should_stop: Callable[[], bool] = lambda: False
-    """Whether to end the run in order, as the first Ctrl-C does."""
-    next_order: Callable[[], Order | None] = lambda: None
-    """What rank 0 is to do next; None: nothing new. May raise KeyboardInterrupt, as Ctrl-C does."""
-
-
 PrepareNode = Callable[[Session], str]
 """Deliver to a machine what its rank needs; return the path of the spec there. Raises CsdctlError."""
 
 
 @dataclass(frozen=True)
+class Conditions:
+    """When the ranks of a run start, end and are given up."""
+
+    min_nodes: int = 0
+    is_resumable: bool = False
+    """Whether the run keeps its state for `train --resume`."""
+    patience: Patience = field(default_factory=Patience)
+    should_stop: Callable[[], bool] = lambda: False
+    """Whether to end the run in order, as the first Ctrl-C does."""
+    next_order: Callable[[], Order | None] = lambda: None
+    """What rank 0 is to do next; None: nothing new. May raise KeyboardInterrupt, as Ctrl-C does."""
+    model_bytes: int = 0
+    prepare_late_node: PrepareNode | None = None
+    """Called once for a machine that could not be reached when the run began. Its rank joins once it can."""
+    traffic_classes: Mapping[str, TrafficClass] = field(default_factory=lambda: TRAFFIC_CLASSES)
+
+
+@dataclass(frozen=True)
 class RankStarter:
-    """Starts ranks and links. Connections that are opened later are closed with `stack`."""
+    """Starts the ranks of a spec and their links. Later connections are closed with `stack`."""
 
     spec: RunSpec
     spec_path: str
@@ -143,7 +131,6 @@ class RankStarter:
     stack: ExitStack
     on_traffic: Callable[[LinkBytes], None]
     prepare_late_node: PrepareNode | None = None
-    """Called once for a machine that could not be reached when the run began."""
     spec_paths: dict[str, str] = field(default_factory=dict)
     """The spec on those machines."""
     opened: dict[str, ExitStack] = field(default_factory=dict)

@@ -16,9 +16,10 @@ from csdctl.errors import CsdctlError, DeadlineError, InputError, NodeError, Run
 from csdctl.fleet.names import format_node_names
 from csdctl.launch.mpi_job import JobOutcome, explain_link
 from csdctl.supervision.rank_processes import ProcessEnded, RankMessage, RankProcesses, Restarted
-from csdctl.supervision.run_setup import Link, RunSetup
+from csdctl.supervision.run_setup import Conditions, Link, RankStarter
 from csdctl.worker.protocol import events
 from csdctl.worker.protocol.orders import Begin, OpenHub, Ping, Stop
+from csdctl.worker.protocol.run_spec import CHECK
 
 USER, CALLBACK = "user", "callback"
 """Who has stopped a run (`Supervisor.stopped_by`)."""
@@ -74,16 +75,32 @@ class RankState:
 class Supervisor:
     """One run. Call `run` once."""
 
-    def __init__(self, setup: RunSetup, record: Callable[[events.Event], None]) -> None:
-        """`record` is called with every event, in order, by the thread that calls `run`."""
-        self._setup, self._patience, self._record = setup, setup.patience, record
-        self._logs = f"logs: {setup.log_directory}"
-        self._servers = setup.servers or [0] * len(setup.nodes)
-        self._ranks = {rank: RankState() for rank in range(len(setup.nodes)) if rank not in setup.absent}
+    def __init__(
+        self,
+        starter: RankStarter,
+        conditions: Conditions,
+        record: Callable[[events.Event], None],
+        late: Mapping[int, CsdctlError],
+    ) -> None:
+        """`record` is called with every event, in order, by the thread that calls `run`.
+
+        `late`: ranks whose nodes cannot be reached yet, and why. They join once they can.
+        """
+        self._starter, self._conditions, self._record, self._late = starter, conditions, record, late
+        self._patience = conditions.patience
+        spec, mpirun = starter.spec, starter.mpirun
+        self._nodes = [rank.node for rank in spec.ranks]
+        self._servers = [rank.server for rank in spec.ranks]
+        self._log_directory = mpirun.run.logs
+        self._logs = f"logs: {self._log_directory}"
+        reachable = {rank for rank, node in enumerate(self._nodes) if node in mpirun.sessions}
+        self._ranks = {rank: RankState() for rank in sorted(reachable | late.keys())}
         self._processes = RankProcesses(
-            setup.start_rank, setup.restart_rank, setup.patience.restart_interval_s, self._record_arrival
+            starter.start, starter.restart, self._patience.restart_interval_s, self._record_arrival
         )
-        self._has_trained = setup.is_check
+        self._is_check = spec.task.name == CHECK
+        """Whether rank 0 begins alone, and what does not start is lost: a check of links."""
+        self._has_trained = self._is_check
         """Whether all ranks have taken part once; until then every loss ends the run."""
         self._has_begun = False
         """Whether rank 0 knows with whom it begins."""
@@ -142,10 +159,10 @@ class Supervisor:
 
     def _start(self) -> None:
         """Start all ranks and their links, until all take part. Before that every failure is fatal."""
-        for rank, error in self._setup.late.items():
+        for rank, error in self._late.items():
             self._note_loss(rank, error)
             self._processes.restart(rank)
-        for rank in self._ranks.keys() - self._setup.late.keys():
+        for rank in self._ranks.keys() - self._late.keys():
             self._processes.start(rank)
             self._open_hub(rank)
         deadline = time.monotonic() + self._patience.start_s
@@ -159,16 +176,16 @@ class Supervisor:
 
     def _give_up_start(self, late: Sequence[int]) -> None:
         limit, remedy = f"within {self._patience.start_s:g} s", "raise the timeout, or check the rank's log"
-        if not self._setup.is_check or 0 in late:
-            names = format_node_names(self._setup.nodes[rank] for rank in sorted(late))
+        if not self._is_check or 0 in late:
+            names = format_node_names(self._nodes[rank] for rank in sorted(late))
             raise DeadlineError(f"{names} did not start {limit}", remedy=f"{remedy}; {self._logs}")
         for rank in late:
-            error = NodeError(f"its rank did not start {limit}", node=self._setup.nodes[rank], remedy=remedy)
+            error = NodeError(f"its rank did not start {limit}", node=self._nodes[rank], remedy=remedy)
             self._lose(rank, error)
 
     def _open_hub(self, rank: int) -> None:
-        if rank in (0, *self._servers) and len(self._setup.nodes) > 1:
-            self._processes.send(rank, OpenHub(self._setup.hub_key))
+        if rank in (0, *self._servers) and len(self._nodes) > 1:
+            self._processes.send(rank, OpenHub(self._starter.mpirun.hub_key))
 
     def _begin(self) -> None:
         """Let rank 0 begin with all ranks once they are ready. Alone in a check, or after its own loss."""
@@ -184,10 +201,10 @@ class Supervisor:
     # Turns
 
     def _take_turn(self) -> None:
-        if self._setup.should_stop() and self._has_trained and not self.stopped_by:
+        if self._conditions.should_stop() and self._has_trained and not self.stopped_by:
             self.stopped_by = CALLBACK
             self._processes.send(0, Stop())
-        while order := self._setup.next_order():
+        while order := self._conditions.next_order():
             self._processes.send(0, order)
             self._last_progress = time.monotonic()  # what is ordered may take as long as a step
         began = time.monotonic()
@@ -205,7 +222,7 @@ class Supervisor:
                 continue
             if time.monotonic() - state.departure[0] > self._patience.cause_s:
                 remedy = f"check the node and its network; {self._logs}"
-                error = NodeError(state.departure[1], node=self._setup.nodes[rank], remedy=remedy)
+                error = NodeError(state.departure[1], node=self._nodes[rank], remedy=remedy)
                 self._lose(rank, error, is_restarting=False)
         self._begin()
         self._ping_waiting_ranks()
@@ -219,7 +236,7 @@ class Supervisor:
             return
         if state.link and state.link.has_ended:
             outcome = self._close_link(rank)
-            error = explain_link(outcome, self._setup.nodes[rank], self._logs)
+            error = explain_link(outcome, self._nodes[rank], self._logs)
             if outcome.is_clean and state.is_member:
                 # Maybe the run is over, and the completion record follows.
                 state.departure = time.monotonic(), error.message
@@ -238,7 +255,7 @@ class Supervisor:
 
     def _start_link(self, rank: int) -> None:
         try:
-            self._ranks[rank].link = self._setup.start_link(rank)
+            self._ranks[rank].link = self._starter.start_link(rank)
         except CsdctlError as error:
             self._lose_link(rank, error)
 
@@ -281,7 +298,7 @@ class Supervisor:
     def _note_loss(self, rank: int, error: CsdctlError) -> None:
         state = self._ranks[rank]
         state.loss, state.is_member, state.departure = error, False, None
-        self._record(events.NodeLost(rank, self._setup.nodes[rank], error.message, error.remedy))
+        self._record(events.NodeLost(rank, self._nodes[rank], error.message, error.remedy))
 
     def _drop(self, rank: int) -> None:
         """End the process of a rank and its link. Start the process again, unless that failed too often."""
@@ -300,12 +317,12 @@ class Supervisor:
             raise as_run_error(state.loss or RunError("rank 0 cannot be restarted"))
 
     def _warn(self, rank: int, problem: str) -> None:
-        self._record(events.Warned(rank, self._setup.nodes[rank], f"{problem}, after the rank had finished"))
+        self._record(events.Warned(rank, self._nodes[rank], f"{problem}, after the rank had finished"))
 
     def _check_num_nodes(self) -> None:
         # A rank that waits for another link is not gone: all do when rank 0 is lost. A run that cannot be
         # resumed, such as a trial, goes on with nobody who comes back.
-        max_losses = self._patience.max_restarts if self._setup.is_resumable else -1
+        max_losses = self._patience.max_restarts if self._conditions.is_resumable else -1
         waiting = {
             rank
             for rank, state in self._ranks.items()
@@ -314,16 +331,16 @@ class Supervisor:
         remaining = [
             rank for rank, state in self._ranks.items() if rank and (not state.loss or rank in waiting)
         ]
-        if len(remaining) >= self._setup.min_nodes or 0 in self._finished:
+        if len(remaining) >= self._conditions.min_nodes or 0 in self._finished:
             return
         losses = [state.loss for state in self._ranks.values() if state.loss]
-        if not self._setup.is_resumable:  # such as a trial, which tries again with less memory
+        if not self._conditions.is_resumable:  # such as a trial, which tries again with less memory
             raise as_run_error(losses[0])
         lost = "lost:\n" + "\n".join(f"  {error}" for error in losses)
         raise RunError(
-            f"nodes left: {len(remaining)}, but at least {self._setup.min_nodes} must take part; {lost}",
+            f"nodes left: {len(remaining)}, but at least {self._conditions.min_nodes} must take part; {lost}",
             remedy="fix the lost nodes, then resume from the last completed step: "
-            f"csdctl train --resume {self._setup.run_id}",
+            f"csdctl train --resume {self._starter.spec.run_id}",
         )
 
     # Messages
@@ -336,14 +353,14 @@ class Supervisor:
                 state.is_member = False
                 if rank in self._finished:
                     self._finished.remove(rank)
-                    self._lose(rank, NodeError(EARLY, node=self._setup.nodes[rank]))
+                    self._lose(rank, NodeError(EARLY, node=self._nodes[rank]))
                 else:
                     state.departure = time.monotonic(), reason
         for rank in members & set(self._ranks):
             state = self._ranks[rank]
             if state.loss is not None:
                 state.loss = None
-                self._record(events.NodeBack(rank, self._setup.nodes[rank]))
+                self._record(events.NodeBack(rank, self._nodes[rank]))
             if not state.is_member:
                 state.is_member, state.since, state.departure = True, time.monotonic(), None
         self._has_trained = True
@@ -371,13 +388,13 @@ class Supervisor:
     def _note_failure(self, failed: events.Failed) -> None:
         """Continue without a rank that failed on its own. Rank 0 fails for all."""
         if failed.rank == 0 or not (self._has_trained or self._ranks[failed.rank].loss):
-            raise as_run_failure(failed, self._setup.log_directory)
+            raise as_run_failure(failed, self._log_directory)
         self._lose(failed.rank, NodeError(failed.message, node=failed.node, remedy=failed.remedy))
 
     def _note_fault(self, report: events.Misbehaved) -> None:
         """Restart the rank that rank 0 has found at fault. Another rank could accuse any rank."""
         if report.rank == 0 and report.culprit in self._ranks and report.culprit:
-            node = self._setup.nodes[report.culprit]
+            node = self._nodes[report.culprit]
             remedy = "look for NaN in the samples, failing memory, another TensorFlow, then for an intruder"
             self._lose(report.culprit, NodeError(report.message, node=node, remedy=remedy))
 
@@ -389,7 +406,7 @@ class Supervisor:
 
     def _note_waiting(self, message: events.WaitingFor) -> None:
         for node in message.nodes:
-            rank = self._setup.nodes.index(node)
+            rank = self._nodes.index(node)
             if message.rank in (0, self._servers[rank]):
                 self._ping(rank)
             if message.rank == 0:
@@ -419,7 +436,7 @@ class Supervisor:
         for rank, state in self._ranks.items():
             if state.pinged is not None and now - state.pinged > self._patience.stall_s:
                 message = f"rank {rank} is stopped, or its machine hangs"
-                self._lose(rank, NodeError(message, node=self._setup.nodes[rank]))
+                self._lose(rank, NodeError(message, node=self._nodes[rank]))
 
     def _check_silence(self) -> None:
         silence_s = self._patience.silence_s
@@ -428,7 +445,7 @@ class Supervisor:
                 self._last_progress, self._awaited = time.monotonic(), set()
                 for rank in awaited:
                     text = f"rank {rank} has sent nothing for {silence_s:g} s, although its process runs"
-                    self._lose(rank, NodeError(text, node=self._setup.nodes[rank]))
+                    self._lose(rank, NodeError(text, node=self._nodes[rank]))
                 return
             if loss := self._ranks[0].loss:
                 raise as_run_error(loss)

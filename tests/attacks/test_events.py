@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,7 +31,7 @@ from csdctl.supervision.rank_processes import (
     RankMessage,
     RankProcess,
 )
-from csdctl.supervision.run_setup import Link, Patience, RankStarter, RunSetup
+from csdctl.supervision.run_setup import Conditions, Link, Patience, RankStarter
 from csdctl.supervision.supervisor import Supervisor
 from csdctl.terminal.console import PrintableConsole
 from csdctl.terminal.run_view import TrainingView
@@ -96,18 +97,15 @@ class SmallRun:
         spec = replace(SPEC, run_id=self.run_directory.run_id)
         with ExitStack() as stack:
             starter = RankStarter(spec, "spec", mpirun, self._directory, stack, lambda _: None, NOTHING)
-            setup = RunSetup(
-                spec.run_id,
-                NODES,
-                partial(self._start, starter),
-                self._do_not_restart,
-                self._start_link,
-                self.run_directory.logs,
-                0,
-                is_resumable=True,
-                patience=PATIENCE,
+            scripted: Any = SimpleNamespace(
+                spec=spec,
+                mpirun=mpirun,
+                start=partial(self._start, starter),
+                restart=self._do_not_restart,
+                start_link=self._start_link,
             )
-            self._consume(Supervisor(setup, self._record), spec)
+            conditions = Conditions(is_resumable=True, patience=PATIENCE)
+            self._consume(Supervisor(scripted, conditions, self._record, {}), spec)
 
     def report(self) -> RunSummary:
         """Return what `csdctl report` reads from the stored events."""

@@ -11,7 +11,7 @@ from csdctl.fleet.model import HOST_NAME, keep_nodes
 from csdctl.launch.mpi_job import CHECK_LINK, TRAFFIC_CLASSES
 from csdctl.shipping.deliver import deliver, pack_payload
 from csdctl.shipping.store import pack_worker, store_bytes
-from csdctl.supervision.run_setup import Patience
+from csdctl.supervision.run_setup import Conditions, Patience
 from csdctl.transport.many import errors_of, run_on_all
 from csdctl.transport.meter import TrafficClass
 from csdctl.worker.protocol.events import SUMS, Event, Joined, NodeLost, Ready, SumTimed
@@ -19,7 +19,7 @@ from csdctl.worker.protocol.json_codec import to_json
 from csdctl.worker.protocol.recipe import Recipe
 from csdctl.worker.protocol.run_spec import CHECK, SUM_BYTES, SUM_RANKS, RankSpec, RunSpec, Runtime, TaskSpec
 from csdctl.worker.protocol.sandbox import SandboxCheck
-from csdctl.workflows.preflight.ranks import Conditions, run_spec
+from csdctl.workflows.preflight.ranks import run_spec
 from csdctl.workflows.workspace.workspace import Workspace
 
 CHECKED_SUM_BYTES = 1 << 20

@@ -5,40 +5,22 @@ Whatever happens, no process of the run is left on any machine: processes with i
 
 import secrets
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from csdctl.fleet.model import HOST_NAME
 from csdctl.launch.leftovers import end_run
-from csdctl.launch.mpi_job import TRAFFIC_CLASSES, add_mpirun_traffic, add_rank_traffic
+from csdctl.launch.mpi_job import add_mpirun_traffic, add_rank_traffic
 from csdctl.launch.mpirun import Mpirun
 from csdctl.reporting.tally import members_of, newcomers_of
 from csdctl.runs.directory import RunDirectory
-from csdctl.supervision.run_setup import Patience, PrepareNode, RankStarter, RunSetup
+from csdctl.supervision.run_setup import Conditions, RankStarter
 from csdctl.supervision.supervisor import Supervisor
-from csdctl.transport.meter import TrafficClass
 from csdctl.worker.protocol.events import Event, Joined, Ready, SentBytes, Traffic
-from csdctl.worker.protocol.orders import Order
-from csdctl.worker.protocol.run_spec import CHECK, STEPPING, RunSpec
+from csdctl.worker.protocol.run_spec import STEPPING, RunSpec
 from csdctl.worker.protocol.sandbox import SandboxCheck
 from csdctl.workflows.workspace.workspace import Workspace
-
-
-@dataclass(frozen=True)
-class Conditions:
-    """When the ranks of a run start, end and are given up."""
-
-    min_nodes: int = 0
-    is_resumable: bool = False
-    patience: Patience = field(default_factory=Patience)
-    should_stop: Callable[[], bool] = lambda: False
-    next_order: Callable[[], Order | None] = lambda: None
-    """As in `RunSetup`."""
-    model_bytes: int = 0
-    prepare_late_node: PrepareNode | None = None
-    """Of nodes that cannot be reached yet, whose ranks join once they can."""
-    traffic_classes: Mapping[str, TrafficClass] = field(default_factory=lambda: TRAFFIC_CLASSES)
 
 
 class TrafficCount:
@@ -76,12 +58,11 @@ def run_spec(
     conditions: Conditions,
 ) -> str:
     """Run the ranks of `spec`, at `path` everywhere. Return who stopped them (`Supervisor.stopped_by`)."""
-    fleet, patience = space.whole, conditions.patience
+    fleet = space.whole
     nodes = [rank.node for rank in spec.ranks]
     sessions = {name: space.sessions[name] for name in nodes if name in space.fleet.machines}
     late = {rank: space.unreachable[name] for rank, name in enumerate(nodes) if name in space.unreachable}
     sandboxes: dict[str, SandboxCheck] = {}
-    hub_key = secrets.token_hex(16)  # unlike the spec, no node has it
     mpirun = Mpirun(
         fleet=fleet,
         facts=space.facts,
@@ -90,7 +71,7 @@ def run_spec(
         worker_path=worker_path,
         sandboxes=sandboxes,
         link_key=spec.link_key,
-        hub_key=hub_key,
+        hub_key=secrets.token_hex(16),  # unlike the spec, no node has it
         state_bytes=3 * conditions.model_bytes,
     )
     traffic = TrafficCount()
@@ -102,31 +83,12 @@ def run_spec(
         on_event(event)
 
     if spec.task.name not in STEPPING:  # no report for minutes: an hour in place of 5 minutes
-        patience = replace(patience, silence_s=12 * patience.silence_s)
+        patience = replace(conditions.patience, silence_s=12 * conditions.patience.silence_s)
+        conditions = replace(conditions, patience=patience)
     with ExitStack() as stack:
         opening = space.project.root, stack, space.ledger.add
         starter = RankStarter(spec, path, mpirun, *opening, conditions.prepare_late_node)
-        setup = RunSetup(
-            run_id=spec.run_id,
-            nodes=nodes,
-            start_rank=starter.start,
-            restart_rank=starter.restart,
-            start_link=starter.start_link,
-            log_directory=run.logs,
-            min_nodes=conditions.min_nodes,
-            is_resumable=conditions.is_resumable,
-            patience=patience,
-            hub_key=hub_key,
-            servers=[rank.server for rank in spec.ranks],
-            absent=tuple(
-                rank for rank, name in enumerate(nodes) if name not in sessions and rank not in late
-            ),
-            late=late,
-            should_stop=conditions.should_stop,
-            next_order=conditions.next_order,
-            is_check=spec.task.name == CHECK,
-        )
-        supervisor = Supervisor(setup, handle_event)
+        supervisor = Supervisor(starter, conditions, handle_event, late)
         is_over = False
         try:
             supervisor.run()

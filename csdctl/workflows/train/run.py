@@ -27,7 +27,7 @@ from csdctl.runs.directory import EventLog, RunDirectory, keep_step_file
 from csdctl.shipping.deliver import deliver, pack_payload
 from csdctl.shipping.store import store_bytes
 from csdctl.supervision.event_callbacks import EventCallbacks
-from csdctl.supervision.run_setup import PrepareNode
+from csdctl.supervision.run_setup import Conditions, PrepareNode
 from csdctl.supervision.supervisor import USER
 from csdctl.transport.session import Session
 from csdctl.worker.protocol.events import Event
@@ -36,7 +36,7 @@ from csdctl.worker.protocol.orders import Order
 from csdctl.worker.protocol.run_spec import RunSpec
 from csdctl.workflows.data.files import deploy_files, whole
 from csdctl.workflows.preflight.examination import explain_failure
-from csdctl.workflows.preflight.ranks import Conditions, run_spec
+from csdctl.workflows.preflight.ranks import run_spec
 from csdctl.workflows.train.request import TrainOptions
 from csdctl.workflows.train.spec import ResolvedRun
 from csdctl.workflows.workspace.event_stream import EventStream, RunStarted

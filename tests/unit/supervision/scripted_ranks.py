@@ -17,10 +17,11 @@ import pytest
 from csdctl.errors import CsdctlError, NodeError, RunError, UnreachableError
 from csdctl.launch.mpi_job import JobOutcome
 from csdctl.supervision.rank_processes import OnMessage, ProcessEnded, RankMessage
-from csdctl.supervision.run_setup import Patience, RunSetup
+from csdctl.supervision.run_setup import Conditions, Patience
 from csdctl.supervision.supervisor import Supervisor
 from csdctl.worker.protocol import events
 from csdctl.worker.protocol.orders import Begin, Order, Ping, Stop
+from csdctl.worker.protocol.run_spec import CHECK
 from tests.patience import scaled
 
 SHORT_PATIENCE = Patience(
@@ -232,24 +233,28 @@ class Fleet:
     # What the supervisor does
 
     def supervise(self) -> Supervisor:
-        setup: Any = RunSetup(
-            run_id="20261122-100000",
-            nodes=self.nodes,
-            start_rank=self._start,
-            restart_rank=self._restart,
+        ranks = [
+            SimpleNamespace(node=node, server=self.servers[rank] if self.servers else 0)
+            for rank, node in enumerate(self.nodes)
+        ]
+        away = {*self.absent, *self.late}
+        sessions = {node: None for rank, node in enumerate(self.nodes) if rank not in away}
+        run, task = SimpleNamespace(logs=self.directory), SimpleNamespace(name=CHECK if self.is_check else "")
+        starter: Any = SimpleNamespace(
+            spec=SimpleNamespace(run_id="20261122-100000", ranks=ranks, task=task),
+            mpirun=SimpleNamespace(run=run, hub_key="", sessions=sessions),
+            start=self._start,
+            restart=self._restart,
             start_link=self._start_link,
-            log_directory=self.directory,
+        )
+        conditions = Conditions(
             is_resumable=self.is_resumable,
             min_nodes=self.min_nodes,
             patience=self.patience,
-            absent=self.absent,
-            late=self.late,
-            servers=self.servers,
-            is_check=self.is_check,
             should_stop=lambda: self.should_stop(),  # noqa: PLW0108, a test may set it later
             next_order=lambda: self.next_order(),  # noqa: PLW0108
         )
-        return Supervisor(setup, self._record)
+        return Supervisor(starter, conditions, self._record, self.late)
 
     def run(self) -> None:
         self.supervise().run()
