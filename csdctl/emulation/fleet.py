@@ -27,19 +27,7 @@ from pydantic import Field
 
 import csdctl
 from csdctl.documents import check_values, load_kept, make_directory, save_bytes, save_json, save_text
-from csdctl.emulation.limits import (
-    FLEET_VARIABLE,
-    anonymous_bytes,
-    cgroup_prefix,
-    is_running,
-    list_ancestors,
-    list_cgroups,
-    list_descendants,
-    list_marked,
-    list_members,
-    remove_cgroup,
-    start_time,
-)
+from csdctl.emulation import limits
 from csdctl.errors import CsdctlError, DeadlineError, InputError
 from csdctl.fleet.facts import facts_path
 from csdctl.fleet.model import Fleet
@@ -301,8 +289,8 @@ def fleet_status(directory: Path) -> list[NodeStatus]:
         return []
     statuses = []
     for node, cpu in zip(state.nodes, state.spec.cpu, strict=False):
-        running = is_running(node.pid, node.start_time)
-        pids = list_descendants(node.pid) if running else []
+        running = limits.is_running(node.pid, node.start_time)
+        pids = limits.list_descendants(node.pid) if running else []
         statuses.append(
             NodeStatus(
                 name=node.name,
@@ -312,7 +300,7 @@ def fleet_status(directory: Path) -> list[NodeStatus]:
                 num_processes=len(pids),
                 cpu_limit=cpu,
                 memory_limit_bytes=state.spec.memory_bytes,
-                memory_bytes=sum(anonymous_bytes(pid, is_divided=True) for pid in pids),
+                memory_bytes=sum(limits.anonymous_bytes(pid, is_divided=True) for pid in pids),
                 cpu_mechanism=node.cpu_mechanism,
             )
         )
@@ -382,7 +370,7 @@ def _launch(paths: FleetPaths, timeout_s: float) -> tuple[NodeState, ...]:
         "LANG": "C.UTF-8",
         # The servers find this csdctl even if it is not installed.
         "PYTHONPATH": str(Path(csdctl.__file__).parents[1]),
-        FLEET_VARIABLE: paths.fleet_id,
+        limits.FLEET_VARIABLE: paths.fleet_id,
         "TMPDIR": tempfile.gettempdir(),  # where a server has to look for the short directory
     }
     try:
@@ -404,7 +392,7 @@ def _launch(paths: FleetPaths, timeout_s: float) -> tuple[NodeState, ...]:
 
 
 def _is_alive(state: FleetState) -> bool:
-    return bool(state.nodes) and all(is_running(node.pid, node.start_time) for node in state.nodes)
+    return bool(state.nodes) and all(limits.is_running(node.pid, node.start_time) for node in state.nodes)
 
 
 def stop_fleet(directory: Path, *, keep: bool = False) -> int:
@@ -458,14 +446,14 @@ def remove_fleet(paths: FleetPaths) -> int:
 
 def _end_processes(paths: FleetPaths) -> int:
     """End all processes by SIGTERM, then SIGKILL, and remove their control groups. Return their number."""
-    spared = set(list_ancestors(os.getpid()))
+    spared = set(limits.list_ancestors(os.getpid()))
     seen: set[int] = set()
 
     def list_remaining() -> set[int]:
-        pids = set(list_marked(paths.fleet_id))
-        for cgroup in list_cgroups(cgroup_prefix(paths.fleet_id)):
-            pids |= set(list_members(cgroup))
-        pids = {pid for pid in pids - spared if start_time(pid) is not None}
+        pids = set(limits.list_marked(paths.fleet_id))
+        for cgroup in limits.list_cgroups(limits.cgroup_prefix(paths.fleet_id)):
+            pids |= set(limits.list_members(cgroup))
+        pids = {pid for pid in pids - spared if limits.start_time(pid) is not None}
         seen.update(pids)
         return pids
 
@@ -480,8 +468,8 @@ def _end_processes(paths: FleetPaths) -> int:
     if pids:
         remedy = "check them with `ps`, then run `csdctl emulate down` again"
         raise CsdctlError(f"processes of the emulated fleet do not end: {sorted(pids)}", remedy=remedy)
-    for cgroup in list_cgroups(cgroup_prefix(paths.fleet_id)):
-        remove_cgroup(cgroup)
+    for cgroup in limits.list_cgroups(limits.cgroup_prefix(paths.fleet_id)):
+        limits.remove_cgroup(cgroup)
     return len(seen)
 
 
@@ -505,7 +493,7 @@ def _remove_tree(path: Path) -> None:
 
 def find_owner(pid: int) -> Owner:
     """Return the running process `pid` as an owner. Raises InputError if there is none."""
-    started = start_time(pid) if pid > 0 else None
+    started = limits.start_time(pid) if pid > 0 else None
     if started is None:
         received = f"received {pid} as the process that the emulated fleet ends with"
         remedy = "pass one, such as --pid $$ for the shell, or leave it out: the fleet then stays up"
@@ -515,6 +503,6 @@ def find_owner(pid: int) -> Owner:
 
 def watch_owner(paths: FleetPaths, owner: Owner) -> None:
     """Stop the fleet when `owner` ends."""
-    while is_running(owner.pid, owner.start_time):
+    while limits.is_running(owner.pid, owner.start_time):
         time.sleep(0.2)
     stop_fleet(paths.directory)

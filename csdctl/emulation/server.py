@@ -22,17 +22,8 @@ from typing import Any
 
 import asyncssh
 
+from csdctl.emulation import limits
 from csdctl.emulation.fleet import USER, FleetPaths, FleetState, NodeState, load_state, watch_owner
-from csdctl.emulation.limits import (
-    FLEET_VARIABLE,
-    NODE_VARIABLE,
-    CpuLimit,
-    list_children,
-    list_descendants,
-    open_cpu_limit,
-    start_time,
-    watch_memory,
-)
 from csdctl.errors import CsdctlError
 from csdctl.worker.protocol.processes import LIBC, end_descendants, load_stat, send_signal
 
@@ -50,7 +41,7 @@ log = logging.getLogger(__name__)
 class Commands:
     """Run the commands of one node. `pids` are the processes that are waited for here."""
 
-    def __init__(self, limit: CpuLimit, environment: dict[str, str], home: Path) -> None:
+    def __init__(self, limit: limits.CpuLimit, environment: dict[str, str], home: Path) -> None:
         self._limit = limit
         self._environment = environment
         self._home = home
@@ -148,7 +139,7 @@ async def _forward_output(reader: asyncio.StreamReader | None, writer: "asyncssh
 
 def _members(group: int) -> list[int]:
     """Return the processes of this node in process group `group`."""
-    stats = {pid: load_stat(pid) for pid in list_descendants(os.getpid())}
+    stats = {pid: load_stat(pid) for pid in limits.list_descendants(os.getpid())}
     return [pid for pid, stat in stats.items() if stat and stat.group == group]
 
 
@@ -168,12 +159,12 @@ async def serve_node(paths: FleetPaths, state: FleetState, name: str, report: in
         "LOGNAME": USER,
         "SHELL": "/bin/sh",
         "LANG": "C.UTF-8",
-        FLEET_VARIABLE: state.fleet_id,
-        NODE_VARIABLE: name,
+        limits.FLEET_VARIABLE: state.fleet_id,
+        limits.NODE_VARIABLE: name,
         "CSDCTL_CPU_LIMIT": f"{cpu:g}",
         "CSDCTL_MEMORY_LIMIT": str(state.spec.memory_bytes),
     }
-    limit = open_cpu_limit(state.cpu_mechanism, state.fleet_id, name, cpu)
+    limit = limits.open_cpu_limit(state.cpu_mechanism, state.fleet_id, name, cpu)
     try:
         commands = Commands(limit, environment, node.home)
         acceptor = await asyncssh.listen(
@@ -191,10 +182,10 @@ async def serve_node(paths: FleetPaths, state: FleetState, name: str, report: in
             encoding=None,
         )
         watching = [
-            asyncio.create_task(watch_memory(state.spec.memory_bytes)),
+            asyncio.create_task(limits.watch_memory(state.spec.memory_bytes)),
             asyncio.create_task(_reap_adopted(commands)),
         ]
-        started = start_time(os.getpid()) or 0
+        started = limits.start_time(os.getpid()) or 0
         ready = NodeState(name, os.getpid(), started, acceptor.get_port(), limit.mechanism)
         os.write(report, json.dumps(vars(ready)).encode() + b"\n")
         os.close(report)
@@ -212,7 +203,7 @@ async def _reap_adopted(commands: Commands) -> None:
     """Reap daemons that have ended: they are children of this process."""
     while True:
         await asyncio.sleep(0.25)
-        for pid in list_children(os.getpid()):
+        for pid in limits.list_children(os.getpid()):
             if pid not in commands.pids and not commands.num_starting:
                 with contextlib.suppress(ChildProcessError):
                     os.waitpid(pid, os.WNOHANG)

@@ -17,10 +17,9 @@ from pydantic import BeforeValidator, TypeAdapter, ValidationError, model_valida
 
 from csdctl.documents import STRICT, load_document
 from csdctl.errors import InputError
-from csdctl.fleet.model import HOST_NAME, MAX_HOPS, SERVER_MARK, Fleet, Node, PowerSource, Server
+from csdctl.fleet.model import HOST_NAME, MAX_HOPS, SERVER_MARK, Fleet, Node, Server
 from csdctl.fleet.names import MAX_RANGE, count_range, expand_range, fold_rows, format_node_names
 from csdctl.fleet.network import means_host, own_names
-from csdctl.worker.protocol.run_spec import AUTO
 
 TRAINING_KEYS = ("python", "group", "power", "device", "env", "state")
 """Keys of a node that a jump host does not have."""
@@ -218,9 +217,7 @@ def _resolve(
 
 
 def render_fleet(fleet: Fleet, *, origin: str) -> str:
-    """Return fleet.yaml with `origin` in its first line. Raises InputError for a fleet without nodes."""
-    if not fleet.nodes:
-        raise InputError("a fleet needs at least one node")
+    """Return fleet.yaml with network and nodes as `discover` finds them, and `origin` in its first line."""
     names = _name_jump_hosts(fleet.nodes)
     node_names, of_jumps = {node.name for node in fleet.nodes}, ("key", "offers_agent")
     nodes = [_settings(node, names) for node in fleet.nodes]
@@ -234,16 +231,8 @@ def render_fleet(fleet: Fleet, *, origin: str) -> str:
         for key, value in nodes[0].items()
         if all(entry[key] == value for entry in (nodes + jump_hosts if key in of_jumps else nodes))
     }
-    host: YamlMapping = {
-        "threads": fleet.host.threads,
-        "power": _render_power(fleet.host.power),
-        "device": fleet.host.device.replace(AUTO, ""),
-        "env": fleet.host.env,
-    }
     content: YamlMapping = {
-        "host": _without_empty(host) | ({} if fleet.host.trains else {"trains": False}),
         "network": fleet.network,
-        "emulated": fleet.emulated,
         "defaults": _without_empty(defaults),
         "jump_hosts": [_without_empty(entry, {"python": ""}) for entry in jump_hosts],
         "nodes": list(_fold(fleet.nodes, [_without_empty(entry, defaults) for entry in nodes])),
@@ -255,18 +244,7 @@ def render_fleet(fleet: Fleet, *, origin: str) -> str:
 
 
 def _without_empty(content: YamlMapping, defaults: Mapping[str, object] = {}) -> YamlMapping:
-    return {
-        key: value
-        for key, value in content.items()
-        if key not in defaults and value not in ("", None, 0, [], {})
-    }
-
-
-def _render_power(power: PowerSource | None) -> object:
-    if power is None:
-        return ""
-    content = power.model_dump(exclude_defaults=True)
-    return power.source if content == {"source": power.source} else content
+    return {key: value for key, value in content.items() if key not in defaults and value}
 
 
 def _name_jump_hosts(nodes: Sequence[Node]) -> dict[Node, str]:
@@ -286,16 +264,7 @@ def _name_jump_hosts(nodes: Sequence[Node]) -> dict[Node, str]:
 def _as_jump_host(node: Node) -> Node:
     """Return `node` with only the fields that matter for a jump host."""
     jump = _as_jump_host(node.jump) if node.jump else None
-    return Node(
-        node.name,
-        node.address,
-        port=node.port,
-        user=node.user,
-        key=node.key,
-        other_keys=node.other_keys,
-        offers_agent=node.offers_agent,
-        jump=jump,
-    )
+    return replace(node, python="python3", groups=(), jump=jump)
 
 
 def _settings(node: Node, jump_names: Mapping[Node, str]) -> YamlMapping:
@@ -307,10 +276,6 @@ def _settings(node: Node, jump_names: Mapping[Node, str]) -> YamlMapping:
         "python": node.python,
         "group": node.groups[0] if len(node.groups) == 1 else list(node.groups),
         "jump": jump_names[_as_jump_host(node.jump)] if node.jump else "",
-        "power": _render_power(node.power),
-        "device": node.device.replace(AUTO, ""),
-        "env": dict(node.env),
-        "state": node.state,
     }
 
 

@@ -17,8 +17,8 @@ from csdctl.terminal.console import PrintableConsole, View, build_table
 from csdctl.terminal.streams import Streams, document, fields_of
 from csdctl.transport.many import Outcome, errors_of
 from csdctl.workflows.exec.run_command import Answer, ExecResult
-from csdctl.workflows.provision.bundle import Bundle
-from csdctl.workflows.provision.provision import Provisioned, ProvisionRequest, Sent, TaskResult
+from csdctl.workflows.provision.bundle import Bundle, ProvisionRequest
+from csdctl.workflows.provision.provision import Provisioned, Sent, TaskResult
 
 MAX_LINES = 20
 """The most problems, and the most notes, to print: a thousand nodes must not scroll everything else away."""

@@ -194,10 +194,10 @@ def provision(
     """Install Python, the packages for training and MPI on bare nodes."""
     from csdctl.terminal.nodes import TransferView, collected_document, provision_document, render_provisioned
     from csdctl.workflows.provision import provision as workflow
-    from csdctl.workflows.provision.bundle import LOCK
+    from csdctl.workflows.provision.bundle import LOCK, ProvisionRequest, collect_bundle
 
     streams = call.streams
-    request = workflow.ProvisionRequest(
+    request = ProvisionRequest(
         bundles=(bundles or streams.project.state / "provision").absolute(),
         prefix=prefix.rstrip("/"),
         lock=lock or LOCK,
@@ -215,7 +215,7 @@ def provision(
         )
     if collect:
         collected = (
-            [request.collect(node_kind, streams.say) for node_kind in _parse_kinds(kind)]
+            [collect_bundle(request, node_kind, streams.say) for node_kind in _parse_kinds(kind)]
             if kind
             else workflow.collect_fleet(request, call.fleet, call.directory, streams.say)
         )

@@ -16,14 +16,7 @@ from pathlib import Path
 
 from csdctl.documents import MAX_JSON_BYTES, load_text, save_text
 from csdctl.errors import CsdctlError, InputError, NoNodeReachableError
-from csdctl.fleet.ansible import (
-    Inventory,
-    Variables,
-    list_targets,
-    parse_config,
-    parse_inventory,
-    render_inventory,
-)
+from csdctl.fleet import ansible, openssh
 from csdctl.fleet.fleet_file import render_fleet
 from csdctl.fleet.model import (
     HOST_NAME,
@@ -36,18 +29,6 @@ from csdctl.fleet.model import (
     select_nodes,
 )
 from csdctl.fleet.names import NAME, USER, format_node_names
-from csdctl.fleet.openssh import (
-    SshSettings,
-    Target,
-    build_node,
-    build_ssh_config,
-    build_ssh_options,
-    list_aliases,
-    list_keys,
-    list_notes,
-    parse_proxy_command,
-    parse_settings,
-)
 from csdctl.fleet.requirements import explain_extra, find_program
 from csdctl.notify import shorten
 from csdctl.transport.many import fleet_known_hosts_paths, run_on_all, values_or_raise
@@ -127,7 +108,7 @@ def _run(
         raise CsdctlError(f"`{text}` did not finish within {deadline_s:.0f} s", remedy=remedy) from None
 
 
-def resolve_targets(targets: Sequence[Target], warnings: Mapping[str, list[str]]) -> ListedNodes:
+def resolve_targets(targets: Sequence[openssh.Target], warnings: Mapping[str, list[str]]) -> ListedNodes:
     """Return the nodes of `targets`, and notes on what csdctl ignores. Raises InputError."""
     resolver = _Resolver()
     resolver.notes.update(warnings)
@@ -155,31 +136,33 @@ class _Resolver:
         self._query = cache(_query)
         self._defaults = self._query("localhost", ("-F", "none", "localhost"))
 
-    def resolve(self, target: Target) -> Node:
+    def resolve(self, target: openssh.Target) -> Node:
         """Return the node for `target`. Raises InputError for unsupported settings."""
         return self._resolve(target, MAX_HOPS, name=target.name)
 
-    def _resolve(self, target: Target, hops_left: int, name: str, before: Node | None = None) -> Node:
+    def _resolve(self, target: openssh.Target, hops_left: int, name: str, before: Node | None = None) -> Node:
         if not hops_left:
             raise InputError(f"{name}: more than {MAX_HOPS} jump hosts, or a cycle of jumps")
         settings = self._query(name, target.words)
         if not target.name:
             target = replace(target, name=name_hop(settings.get("host", settings["hostname"])[0]))
-        keys = list_keys(settings, self._defaults, Path.home())
-        for note in list_notes(settings, self._defaults, keys):
+        keys = openssh.list_keys(settings, self._defaults, Path.home())
+        for note in openssh.list_notes(settings, self._defaults, keys):
             where = "" if target.name == name else f"jump host {target.name}: "
             self.notes[where + note].append(name)
         jump = before or self._resolve_jump(target, settings, hops_left - 1, name)
-        return build_node(target, settings, keys, jump)
+        return openssh.build_node(target, settings, keys, jump)
 
-    def _resolve_jump(self, target: Target, settings: SshSettings, hops_left: int, name: str) -> Node | None:
+    def _resolve_jump(
+        self, target: openssh.Target, settings: openssh.SshSettings, hops_left: int, name: str
+    ) -> Node | None:
         command = settings.get("proxycommand", ["none"])[0]
         if command not in ("", "none"):
-            words = parse_proxy_command(command)
+            words = openssh.parse_proxy_command(command)
             if words is None:
                 remedy = "write it as ProxyJump, or skip the node with --exclude"
                 raise InputError(f"{name}: ProxyCommand {command!r} is not supported", remedy=remedy)
-            return self._resolve(Target("", words), hops_left, name)
+            return self._resolve(openssh.Target("", words), hops_left, name)
         text = settings.get("proxyjump", ["none"])[0]
         try:
             last_hop = parse_jump(text)
@@ -190,18 +173,18 @@ class _Resolver:
         before: Node | None = None
         for hop in reversed([last_hop, *last_hop.jumps] if last_hop else []):
             port, user = ("-p", str(hop.port)) if hop.port else (), ("-l", hop.user) if hop.user else ()
-            hop_target = Target(hop.name, (*config, *port, *user, "--", hop.address))
+            hop_target = openssh.Target(hop.name, (*config, *port, *user, "--", hop.address))
             before = self._resolve(hop_target, hops_left, name, before)
         return before
 
 
-def _query(name: str, words: tuple[str, ...]) -> SshSettings:
+def _query(name: str, words: tuple[str, ...]) -> openssh.SshSettings:
     """Return what `ssh -G` prints for `words`. Raises InputError with its message."""
     try:
         query = _run(["ssh", "-G", *words], SSH_DEADLINE_S, remedy="a `Match exec` in an ssh_config may hang")
     except FileNotFoundError:
         raise InputError("`ssh` is not installed here", remedy="install the OpenSSH client") from None
-    settings = parse_settings(query.stdout)
+    settings = openssh.parse_settings(query.stdout)
     if query.returncode or "hostname" not in settings:
         [line, *_] = [*query.stderr.strip().splitlines(), "no message"]
         raise InputError(f"{name}: `{shlex.join(['ssh', '-G', *words])}` failed: {line}")
@@ -257,13 +240,13 @@ def ansible_inventory(path: Path) -> NodeSource:
 
     def find(directory: Path, limit: Sequence[str], exclude: Sequence[str]) -> ListedNodes:
         inventory, config, notes = load_inventory(path, directory)
-        targets, warnings = list_targets(inventory, config, limit, exclude)
+        targets, warnings = ansible.list_targets(inventory, config, limit, exclude)
         return resolve_targets(targets, {**{note: [] for note in notes}, **warnings})
 
     return NodeSource(str(path), f"Written by `csdctl discover --inventory {path}`", find)
 
 
-def load_inventory(path: Path, directory: Path) -> tuple[Inventory, Variables, list[str]]:
+def load_inventory(path: Path, directory: Path) -> tuple[ansible.Inventory, ansible.Variables, list[str]]:
     """Return the inventory at `path`, the settings of ansible.cfg in `directory`, and warnings.
 
     A file with the output of `ansible-inventory --list` is read without Ansible. Raises InputError.
@@ -276,7 +259,7 @@ def load_inventory(path: Path, directory: Path) -> tuple[Inventory, Variables, l
     if not is_listing:
         listing = ["-i", str(path.absolute()), "--list"]
         text, warnings = _run_ansible("ansible-inventory", listing, path, directory)
-    inventory = parse_inventory(text, str(path))
+    inventory = ansible.parse_inventory(text, str(path))
     if warnings and not inventory.groups:
         raise InputError(f"{path} has no host: {'; '.join(warnings[:3])}")
     if is_listing and not find_program("ansible-config"):
@@ -284,7 +267,7 @@ def load_inventory(path: Path, directory: Path) -> tuple[Inventory, Variables, l
         return inventory, {}, ["ansible.cfg is ignored: Ansible is not installed here"] if has_config else []
     dump = ["dump", "--format", "json", "-t", "all", "--only-changed"]
     text, _ = _run_ansible("ansible-config", dump, path, directory)
-    return inventory, parse_config(text), warnings
+    return inventory, ansible.parse_config(text), warnings
 
 
 def _run_ansible(
@@ -311,7 +294,7 @@ def ssh_config(path: Path) -> NodeSource:
     """The aliases of an ssh_config, as ssh would reach them."""
 
     def find(directory: Path, limit: Sequence[str], exclude: Sequence[str]) -> ListedNodes:
-        aliases = list_aliases(path)
+        aliases = openssh.list_aliases(path)
         selected = select_names(dict.fromkeys(aliases, ()), limit, exclude, where=str(path))
         usable = [name for name in selected if NAME.fullmatch(name) and name not in (HOST_NAME, "localhost")]
         if not usable:
@@ -321,7 +304,7 @@ def ssh_config(path: Path) -> NodeSource:
         # The home is found in the user database, not in $HOME.
         of_user = Path(pwd.getpwuid(os.getuid()).pw_dir, ".ssh", "config").resolve()
         arguments = () if path.resolve() == of_user else ("-F", str(path.absolute()))
-        targets = [Target(alias, (*arguments, alias)) for alias in usable]
+        targets = [openssh.Target(alias, (*arguments, alias)) for alias in usable]
         return resolve_targets(targets, {"not a valid node name: skipped": skipped} if skipped else {})
 
     return NodeSource(str(path), f"Written by `csdctl discover --ssh-config {path}`", find)
@@ -352,9 +335,11 @@ def import_fleet(
 def render_ansible(fleet: Fleet, directory: Path) -> str:
     """Return an inventory for `ansible-playbook -i`, with csdctl's known_hosts files for `directory`."""
     known_hosts = fleet_known_hosts_paths(fleet, directory)
-    return render_inventory(fleet, {node.name: build_ssh_options(node, known_hosts) for node in fleet.nodes})
+    return ansible.render_inventory(
+        fleet, {node.name: openssh.build_ssh_options(node, known_hosts) for node in fleet.nodes}
+    )
 
 
 def render_ssh_config(fleet: Fleet, directory: Path) -> str:
     """Return a file for `ssh -F`, with an alias for each node and the same known_hosts files."""
-    return build_ssh_config(fleet.nodes, fleet_known_hosts_paths(fleet, directory))
+    return openssh.build_ssh_config(fleet.nodes, fleet_known_hosts_paths(fleet, directory))

@@ -11,15 +11,8 @@ from pathlib import Path
 
 from csdctl.errors import CsdctlError, DeadlineError, NodeError, option
 from csdctl.facts.machine import CONDITION_FACTS, collect
-from csdctl.fleet.checks import (
-    FLEET_NAME,
-    LARGE_PACKETS,
-    Check,
-    Status,
-    judge_addresses,
-    judge_error,
-    judge_machine,
-)
+from csdctl.fleet import checks as rules
+from csdctl.fleet.checks import FLEET_NAME, Check, Status, judge_error
 from csdctl.fleet.facts import Condition
 from csdctl.fleet.model import HOST_NAME, Fleet, keep_nodes
 from csdctl.launch.mpirun import find_mpirun
@@ -122,7 +115,7 @@ def examine(
     except CsdctlError as error:
         examination.add(judge_error(HOST_NAME, "mpirun", error))
     conditions = _measure(examination, sessions, clock)
-    examination.add(*judge_addresses(node for node in fleet.nodes if node.name in conditions))
+    examination.add(*rules.judge_addresses(node for node in fleet.nodes if node.name in conditions))
     fit = {name: condition for name, condition in conditions.items() if name not in examination.red}
     if not with_links or not fleet.nodes:  # a host alone has no link
         return
@@ -158,7 +151,7 @@ def _measure(
             session.run(["cat"], stdin=bytes(1 << 16), deadline_s=min(20.0, clock.left_s))
         except DeadlineError as error:
             message = f"64 KiB did not come back: {error.message}"
-            raise NodeError(message, node=session.name, remedy=LARGE_PACKETS) from None
+            raise NodeError(message, node=session.name, remedy=rules.LARGE_PACKETS) from None
         deadline_s = min(60.0, clock.left_s)
         return collect(session, python, CONDITION_FACTS, Condition, deadline_s)
 
@@ -170,7 +163,7 @@ def _measure(
         if HOST_NAME in conditions:
             for name in [name for name in conditions if name not in judged]:
                 judged.add(name)
-                examination.add(*judge_machine(conditions[name], conditions[HOST_NAME], fleet))
+                examination.add(*rules.judge_machine(conditions[name], conditions[HOST_NAME], fleet))
         check_clock(clock, "probing the machines")
 
     run_on_all(sessions, measure, on_done=on_measured)

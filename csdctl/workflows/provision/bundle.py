@@ -20,8 +20,8 @@ import sys
 import tarfile
 import tempfile
 import zipfile
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from csdctl.documents import build_atomically, check_values, load_json, load_text, save_json, save_text
@@ -234,18 +234,36 @@ class Bundle:
         return int(1.3 * sum(file.unpacked_bytes for file in self.files))
 
 
-def collect_bundle(
-    kind: NodeKind, *, lock: Path, prefix: str, directory: Path, say: Say, with_keras: bool = False
-) -> Bundle:
+@dataclass(frozen=True)
+class ProvisionRequest:
+    """The request of one `csdctl provision`. Raises InputError for a prefix that is no absolute path."""
+
+    bundles: Path
+    prefix: str = "/opt/csdctl"
+    lock: Path = LOCK
+    with_keras: bool = False
+    """Whether nodes get Python's TensorFlow and Keras, too."""
+    is_dry_run: bool = False
+    sends_only: bool = False
+    """Whether to stop after sending; then Ansible is not needed."""
+    values: Mapping[str, str | bool] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.prefix.startswith("/") or ".." in self.prefix.split("/") or not self.prefix.strip("/"):
+            remedy = "use an absolute path, such as /opt/csdctl"
+            raise InputError(f"--prefix {self.prefix!r} cannot be used", remedy=remedy)
+
+
+def collect_bundle(request: ProvisionRequest, kind: NodeKind, say: Say) -> Bundle:
     """Return the bundle of `kind`, downloaded if there is none yet. Raises InputError, CsdctlError."""
-    locked = select_locked(load_text(lock), kind, with_keras=with_keras)
-    recipe = _recipe(kind, locked, prefix, with_keras=with_keras)
-    target = directory / (kind.name + "-keras" * with_keras)
+    locked = select_locked(load_text(request.lock), kind, with_keras=request.with_keras)
+    recipe = hash_recipe(request, kind, locked)
+    target = request.bundles / (kind.name + "-keras" * request.with_keras)
     if (target / "bundle.json").exists() and (bundle := load_bundle(target)).recipe == recipe:
         return bundle
     say(f"{kind.name}: collecting wheels{' and Python' if kind.sends_python else ''}")
     with build_atomically(target) as new:
-        bundle = _build(kind, recipe, locked, prefix, new, with_keras=with_keras)
+        bundle = replace(_build(request, kind, locked, new), recipe=recipe)
         content = {name: value for name, value in asdict(bundle).items() if name != "directory"}
         save_json(new / "bundle.json", {"schema": SCHEMA, **content})
     unpacked_bytes = sum(file.unpacked_bytes for file in bundle.files)
@@ -263,16 +281,14 @@ def load_bundle(directory: Path) -> Bundle:
     return check_values({"directory": str(directory), **content}, Bundle, str(path))
 
 
-def _build(
-    kind: NodeKind, recipe: str, locked: Sequence[str], prefix: str, new: Path, *, with_keras: bool
-) -> Bundle:
+def _build(request: ProvisionRequest, kind: NodeKind, locked: Sequence[str], new: Path) -> Bundle:
     wheels = new / "wheels"
     wheels.mkdir()
     with tempfile.TemporaryDirectory(dir=new.parent, prefix=".collecting-") as temporary:
         files = []
         for path in download_wheels(locked, kind, Path(temporary)):
             is_tensorflow = path.name.split("-")[0].replace("_", "-") in TENSORFLOW
-            prepare = shutil.move if with_keras or not is_tensorflow else keep_libraries
+            prepare = keep_libraries if is_tensorflow and not request.with_keras else shutil.move
             prepare(path, wheels / path.name)
             with zipfile.ZipFile(wheels / path.name) as wheel:
                 unpacked_bytes = sum(entry.file_size for entry in wheel.infolist())
@@ -280,12 +296,12 @@ def _build(
         pins = [f"{'=='.join(file.name.split('-')[:2])} --hash=sha256:{file.sha256}\n" for file in files]
         save_text(wheels / "requirements.txt", "".join(pins))
         (wheels / "requirements.txt").chmod(0o600)
-        bundle = Bundle(new, kind, recipe, tuple(files))
+        bundle = Bundle(new, kind, "", tuple(files))
         if not kind.sends_python:
             return bundle
         archive = new / "python.tar.gz"
         work = Path(temporary) / "python"
-        python_id, unpacked_bytes = build_python(kind.architecture, prefix, work, archive)
+        python_id, unpacked_bytes = build_python(kind.architecture, request.prefix, work, archive)
     return replace(bundle, python=_describe(archive, unpacked_bytes), python_id=python_id)
 
 
@@ -293,9 +309,10 @@ def _describe(path: Path, unpacked_bytes: int) -> BundleFile:
     return BundleFile(path.name, hash_file(path), path.stat().st_size, unpacked_bytes)
 
 
-def _recipe(kind: NodeKind, locked: Sequence[str], prefix: str, *, with_keras: bool) -> str:
-    archive = [ARCHIVE_VERSION, prefix] if kind.sends_python else []
-    made_from = [SCHEMA, asdict(kind), sorted(locked), _LIBRARIES, archive, with_keras]
+def hash_recipe(request: ProvisionRequest, kind: NodeKind, locked: Sequence[str]) -> str:
+    """Return the hash of everything that a bundle is made from."""
+    archive = [ARCHIVE_VERSION, request.prefix] if kind.sends_python else []
+    made_from = [SCHEMA, asdict(kind), sorted(locked), _LIBRARIES, archive, request.with_keras]
     return hashlib.sha256(json.dumps(made_from).encode()).hexdigest()
 
 

@@ -27,16 +27,13 @@ from csdctl.shipping.deliver import OnDeliveryProgress, Payload, TreeRequest, de
 from csdctl.transport.many import Outcome, errors_of, run_on_nodes, values_or_raise
 from csdctl.transport.session import Session
 from csdctl.workflows.discovery.inventory import render_ansible
-from csdctl.workflows.provision.bundle import LOCK, WHEELS, Bundle, collect_bundle, python_directory
-from csdctl.workflows.provision.machine import (
-    SENT_PYTHON,
-    BareMachine,
-    NodeKind,
-    build_probe,
-    check_prefix,
-    check_root,
-    check_space,
-    parse_machine,
+from csdctl.workflows.provision import machine as bare
+from csdctl.workflows.provision.bundle import (
+    WHEELS,
+    Bundle,
+    ProvisionRequest,
+    collect_bundle,
+    python_directory,
 )
 
 PREFIX = "csdctl "
@@ -217,41 +214,10 @@ class Sent:
 
 
 @dataclass(frozen=True)
-class ProvisionRequest:
-    """The request of one `csdctl provision`."""
-
-    bundles: Path
-    prefix: str = "/opt/csdctl"
-    lock: Path = LOCK
-    with_keras: bool = False
-    """Whether nodes get Python's TensorFlow and Keras, too."""
-    is_dry_run: bool = False
-    sends_only: bool = False
-    """Whether to stop after sending; then Ansible is not needed."""
-    values: Mapping[str, str | bool] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if not self.prefix.startswith("/") or ".." in self.prefix.split("/") or not self.prefix.strip("/"):
-            remedy = "use an absolute path, such as /opt/csdctl"
-            raise InputError(f"--prefix {self.prefix!r} cannot be used", remedy=remedy)
-
-    def collect(self, kind: NodeKind, say: Say) -> Bundle:
-        """Return the bundle of `kind`, collected now if there is none yet."""
-        return collect_bundle(
-            kind,
-            lock=self.lock,
-            prefix=self.prefix,
-            directory=self.bundles,
-            say=say,
-            with_keras=self.with_keras,
-        )
-
-
-@dataclass(frozen=True)
 class Provisioned:
     """The result of provisioning one node, or of a dry run."""
 
-    machine: BareMachine | None = None
+    machine: bare.BareMachine | None = None
     sent: Sent | None = None
     summary: NodeSummary | None = None
 
@@ -273,7 +239,7 @@ def provision(
         find_ansible()
     machines = _look(fleet, request.prefix, directory, installs=not request.sends_only)
     kinds = dict.fromkeys(outcome.value.kind for outcome in machines.values() if outcome.value)
-    contents = {kind: read_bundle(request.collect(kind, say)) for kind in kinds}
+    contents = {kind: read_bundle(collect_bundle(request, kind, say)) for kind in kinds}
     failed = errors_of(machines)
 
     def send(session: Session) -> Sent:
@@ -324,14 +290,16 @@ def uninstall(
     }
 
 
-def _look(fleet: Fleet, prefix: str, directory: Path, *, installs: bool) -> dict[str, Outcome[BareMachine]]:
-    def look(session: Session) -> BareMachine:
+def _look(
+    fleet: Fleet, prefix: str, directory: Path, *, installs: bool
+) -> dict[str, Outcome[bare.BareMachine]]:
+    def look(session: Session) -> bare.BareMachine:
         user = fleet.node(session.name).user
-        probe = build_probe(prefix, user if installs and user != "root" else "")
-        machine = parse_machine(session.name, session.run(probe, deadline_s=60.0, needs_state=False))
+        probe = bare.build_probe(prefix, user if installs and user != "root" else "")
+        machine = bare.parse_machine(session.name, session.run(probe, deadline_s=60.0, needs_state=False))
         if installs:
-            check_root(machine)
-            check_prefix(machine, prefix)
+            bare.check_root(machine)
+            bare.check_prefix(machine, prefix)
         return machine
 
     return run_on_nodes(fleet, look, directory=directory)
@@ -363,7 +331,8 @@ def collect_fleet(request: ProvisionRequest, fleet: Fleet, directory: Path, say:
     outcomes = _look(fleet, request.prefix, directory, installs=False)
     machines = values_or_raise(outcomes, "inspecting the nodes")
     return [
-        request.collect(kind, say) for kind in dict.fromkeys(machine.kind for machine in machines.values())
+        collect_bundle(request, kind, say)
+        for kind in dict.fromkeys(machine.kind for machine in machines.values())
     ]
 
 
@@ -386,7 +355,7 @@ def read_bundle(bundle: Bundle) -> BundleContent:
 
 def send_bundle(
     session: Session,
-    machine: BareMachine,
+    machine: bare.BareMachine,
     content: BundleContent,
     prefix: str,
     *,
@@ -396,16 +365,16 @@ def send_bundle(
     """Send `machine` what it lacks. Raises NodeError for a small disk, and what `deliver` raises."""
     bundle, archive, needed_bytes = content.bundle, content.bundle.python, content.bundle.unpacked_bytes
     directory = python_directory(prefix, bundle.python_id)
-    python = f"{directory}/usr/bin/python{SENT_PYTHON}" if archive else machine.python
+    python = f"{directory}/usr/bin/python{bare.SENT_PYTHON}" if archive else machine.python
     if machine.installed == bundle.id:
         return Sent(python, bundle.id, num_files=0, num_bytes=0, is_installed=True)
-    arguments = ("csdctl-python", directory, SENT_PYTHON)
+    arguments = ("csdctl-python", directory, bare.SENT_PYTHON)
     if archive and session.run(["sh", "-c", _HAS_PYTHON, *arguments]).exit_code == 0:
         needed_bytes -= archive.unpacked_bytes
         archive = None
     if archive:
-        check_root(machine)
-    check_space(machine, needed_bytes, bundle.wheel_bytes, prefix)
+        bare.check_root(machine)
+    bare.check_space(machine, needed_bytes, bundle.wheel_bytes, prefix)
     num_files, num_bytes = (1, archive.num_bytes) if archive else (0, 0)
     if archive and dry_run:  # without Python, nothing can compare files there
         num_files += len(bundle.wheels)

@@ -17,7 +17,7 @@ from csdctl.cli.app import app, run_command
 from csdctl.errors import ExitCode
 from csdctl.terminal.streams import Streams
 from csdctl.transport.local import LocalSession
-from csdctl.workflows.provision.bundle import LOCK, SCHEMA, _recipe, select_locked
+from csdctl.workflows.provision.bundle import LOCK, SCHEMA, ProvisionRequest, hash_recipe, select_locked
 from csdctl.workflows.provision.machine import build_probe, parse_machine
 from docs.generate import list_commands
 from tests import patience
@@ -81,7 +81,7 @@ def bundles(tmp_path_factory: pytest.TempPathFactory) -> Path:
     content = {
         "schema": SCHEMA,
         "kind": {"architecture": kind.architecture, "python": kind.python, "sends_python": False},
-        "recipe": _recipe(kind, locked, PREFIX, with_keras=False),
+        "recipe": hash_recipe(ProvisionRequest(directory, PREFIX), kind, locked),
         "wheels": [],
     }
     write(directory / kind.name / "wheels/requirements.txt", "")

@@ -16,6 +16,7 @@ from csdctl.errors import InputError
 from csdctl.workflows.provision import bundle
 from csdctl.workflows.provision.bundle import (
     LOCK,
+    ProvisionRequest,
     collect_bundle,
     download_wheels,
     keep_libraries,
@@ -152,12 +153,7 @@ def test_bundles_with_and_without_keras_are_side_by_side(
     (tmp_path / "own.lock").write_text("tensorflow==2.21.0 --hash=sha256:aa\n")  # the same for both
     plain, full = (
         collect_bundle(
-            ARM,
-            lock=tmp_path / "own.lock",
-            prefix="/opt/csdctl",
-            directory=tmp_path,
-            say=lambda text: None,
-            with_keras=with_keras,
+            ProvisionRequest(tmp_path, lock=tmp_path / "own.lock", with_keras=with_keras), ARM, print
         )
         for with_keras in (False, True)
     )
