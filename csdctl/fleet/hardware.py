@@ -31,27 +31,8 @@ _KEYS: Mapping[str, str] = {
 _UNKNOWN = "?"
 
 
-@dataclass(frozen=True)
-class EqualMachines:
-    """Machines with equal hardware and software. The host is always alone."""
-
-    machines: tuple[Facts, ...]
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The machines' names, in the order of the fleet."""
-        return tuple(facts.name for facts in self.machines)
-
-    @property
-    def first(self) -> Facts:
-        """A representative machine."""
-        return self.machines[0]
-
-    def least(self, key: str) -> float | None:
-        """Return the smallest value of `key`, None if all are unknown."""
-        return min(
-            (value for machine in self.machines if (value := getattr(machine, key)) is not None), default=None
-        )
+EqualMachines = tuple[Facts, ...]
+"""Machines with equal hardware and software, in the order of the fleet. The host is always alone."""
 
 
 def group_machines(machines: Iterable[Facts]) -> list[EqualMachines]:
@@ -60,28 +41,23 @@ def group_machines(machines: Iterable[Facts]) -> list[EqualMachines]:
     for facts in machines:
         if not facts.problem:
             groups[facts.name == HOST_NAME, *_describe(facts).values()].append(facts)
-    return [EqualMachines(tuple(group)) for group in groups.values()]
+    return [tuple(group) for group in groups.values()]
 
 
-def find_differences(groups: Sequence[EqualMachines]) -> list[tuple[EqualMachines, str]]:
+def find_differences(groups: Sequence[EqualMachines]) -> dict[EqualMachines, str]:
     """Describe how each group differs from the one with more than half of the nodes, if there is one."""
-    nodes = [group for group in groups if HOST_NAME not in group.names]
-    most = max(nodes, key=lambda group: len(group.names), default=None)
-    if most is None or 2 * len(most.names) <= sum(len(group.names) for group in nodes):
-        return []
-    usual = _describe(most.first)
-    return [
-        (
-            group,
-            ", ".join(
-                f"{name} {value} instead of {usual[name]}"
-                for name, value in _describe(group.first).items()
-                if value != usual[name]
-            ),
-        )
-        for group in nodes
-        if group is not most
-    ]
+    nodes = [group for group in groups if group[0].name != HOST_NAME]
+    most = max(nodes, key=len, default=())
+    if 2 * len(most) <= sum(map(len, nodes)):
+        return {}
+    usual = _describe(most[0])
+    differences = {}
+    for group in nodes:
+        changes = {name: value for name, value in _describe(group[0]).items() if value != usual[name]}
+        if group is not most:
+            described = (f"{name} {value} instead of {usual[name]}" for name, value in changes.items())
+            differences[group] = ", ".join(described)
+    return differences
 
 
 def _describe(facts: Facts) -> dict[str, str]:
@@ -140,10 +116,7 @@ class MachineClass:
     @property
     def key(self) -> str:
         """A key that is equal for machines of one class, on any host and in any version with these fields."""
-        optional = ("is_host", "accelerator")
-        return _short_hash(
-            {name: value for name, value in asdict(self).items() if name not in optional or value}
-        )
+        return _short_hash(asdict(self))
 
     @property
     def name(self) -> str:

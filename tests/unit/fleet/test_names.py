@@ -36,12 +36,6 @@ def test_names_are_folded(names: list[str], folded: list[str]) -> None:
     assert fold_names(names) == folded
 
 
-@given(st.lists(NAMES, max_size=40))
-def test_folded_names_expand_to_the_same_names(names: list[str]) -> None:
-    expanded = [name for pattern in fold_names(names) for name in expand_range(pattern)]
-    assert sorted(expanded) == sorted(set(names))
-
-
 @given(st.lists(st.tuples(NAMES, NAMES), max_size=30))
 def test_folded_rows_expand_to_the_same_rows_in_their_order(rows: list[tuple[str, str]]) -> None:
     expanded = [

@@ -75,12 +75,8 @@ class TestMetadata:
             ([f"{APPROVED} :: MIT License"], "MIT"),
             ([], ""),
             (["License: BSD"], ""),  # which one?
-            (["License: see LICENSE"], ""),
-            ([APPROVED], ""),
-            (
-                [f"{APPROVED} :: MIT License", f"{APPROVED} :: Apache Software License"],
-                "",
-            ),  # both, or either?
+            # Both, or either?
+            ([f"{APPROVED} :: MIT License", f"{APPROVED} :: Apache Software License"], ""),
         ],
     )
     def test_licence_is_an_expression_or_unknown(
@@ -103,27 +99,14 @@ class TestRule:
             ("new", "MIT", True),
             ("new", "BSD-3-Clause AND Zlib", True),
             ("new", "GPL-3.0-only OR MIT", True),
-            ("new", "GPL-3.0-only OR MIT AND Zlib", True),
             ("paramiko", "LGPL-2.1", True),
             ("asyncssh", "EPL-2.0 OR GPL-2.0-or-later", True),
             ("new", "GPL-3.0-only", False),
             ("new", "LGPL-2.1", False),  # allowed for paramiko, not for others
-            ("new", "MIT AND GPL-3.0-only", False),
             ("new", "(GPL-3.0-only OR MIT) AND AGPL-3.0-only", False),
-            ("new", "LicenseRef-Proprietary", False),
             ("paramiko", "GPL-3.0-only", False),
             ("new", "", False),
         ],
     )
     def test_permissive_alternative_is_allowed(self, name: str, licence: str, is_allowed: bool) -> None:
         assert licences.is_allowed(name, licence) is is_allowed
-
-    def test_problem_says_what_to_do(self) -> None:
-        unknown, refused, missing = licences.find_problems(
-            {"astunparse": "", "certifi": "GPL-3.0-only", "not-installed": ""}
-        )
-        assert "'BSD'" in unknown
-        assert "READ_IN_THE_TEXT in requirements/licences.py" in unknown
-        assert "certifi: the licence is GPL-3.0-only; expected one of 0BSD, Apache-2.0" in refused
-        assert "COPYLEFT in requirements/licences.py" in refused
-        assert missing == "not-installed: not installed, so its licence is unknown.\n  → make setup"

@@ -17,7 +17,6 @@ from csdctl.workflows.discovery.discover import (
     check_forgotten,
     collect_all_facts,
     discover,
-    find_shared,
     forget_keys,
     keep_named,
     review_keys,
@@ -40,37 +39,25 @@ def test_unreachable_nodes_are_kept_with_their_problem_and_others_remain_known(t
     assert sorted(done) == ["csd0", "host"]
 
 
-def test_machine_that_cannot_be_probed_has_a_problem_and_does_not_stop_others() -> None:
+def test_machine_that_cannot_be_probed_has_a_problem_and_one_that_is_lost_is_an_error() -> None:
     fleet = Fleet((Node("csd0", "10.0.0.1"),))
     facts = collect_all_facts(fleet, {"csd0": FakeSession("csd0")})
     assert "probing failed" in (facts["csd0"].problem or "")
-
-
-def test_lost_connection_is_no_lack_of_software() -> None:
     lost = UnreachableError("the connection was lost", node="csd0")
     with pytest.raises(UnreachableError):
-        collect_all_facts(Fleet((Node("csd0", "a"),)), {"csd0": FakeSession("csd0").on("sh", error=lost)})
+        collect_all_facts(fleet, {"csd0": FakeSession("csd0").on("sh", error=lost)})
 
 
 @pytest.mark.fault(13)
 @pytest.mark.fault(15)
-def test_nodes_with_the_same_value_are_a_warning() -> None:
-    nodes = [Node(f"csd{number}", "10.0.0.1", port=22 if number < 2 else number) for number in range(4)]
-    endpoints = ((node.name, node.endpoint) for node in nodes)
-    assert find_shared("address", endpoints, "one machine listed twice") == [
-        "csd0, csd1 have the same address 10.0.0.1 port 22: one machine listed twice"
-    ]
-
-
-@pytest.mark.fault(13)
 def test_machine_that_is_listed_twice_is_a_warning_of_discover(tmp_path: Path) -> None:
-    nodes = (Node("csd0", "127.0.0.1", port=1), Node("csd1", "127.0.0.1", port=1))
+    nodes = tuple(Node(f"csd{number}", "127.0.0.1", port=max(1, number)) for number in range(3))
     [warning] = discover(Fleet(nodes, path=tmp_path / "fleet.yaml"), directory=tmp_path).warnings
     assert warning == "csd0, csd1 have the same address 127.0.0.1 port 1: one machine listed twice"
 
 
 @pytest.mark.fault(36)
-@pytest.mark.parametrize("content", ['{"machines": {"csd0"', '{"schema": 0, "machines": {}}', "[]", "\xff"])
+@pytest.mark.parametrize("content", ['{"machines": {"csd0"', '{"schema": 0, "machines": {}}', "\xff"])
 def test_unreadable_facts_are_set_aside_with_a_warning(tmp_path: Path, content: str) -> None:
     fleet = Fleet((Node("csd0", "127.0.0.1", port=1),), path=tmp_path / "fleet.yaml")
     path = facts_path(fleet)
@@ -107,19 +94,18 @@ class Machines:
 
 
 class Reviewer:
-    """Accepts every layer of keys unless it `refuses`."""
+    """Takes note of every layer of keys, and accepts it unless it `refuses`."""
 
-    def __init__(self, *, refuses: bool = False) -> None:
+    def __init__(self, project: ProjectDirectory, *, refuses: bool = False, is_dry_run: bool = False) -> None:
         self.refuses = refuses
         self.errors: dict[str, str] = {}
         self.new: list[str] = []
         self.left_out: list[str] = []
-        self.num_questions = 0
+        review_keys(FLEET, project, self.show, is_dry_run=is_dry_run)
 
     def show(self, outcomes: Mapping[str, Any], new: Sequence[ShownKey], closed: Sequence[str]) -> None:
         self.errors |= {name: str(outcome.error) for name, outcome in outcomes.items() if outcome.error}
         self.new += [key.node.name for key in new]
-        self.num_questions += bool(new)
         self.left_out += closed
         if new and self.refuses:
             raise InputError("not confirmed")
@@ -138,12 +124,6 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ProjectDirectory
     return ProjectDirectory(tmp_path)
 
 
-def review(project: ProjectDirectory, *, refuses: bool = False, is_dry_run: bool = False) -> Reviewer:
-    reviewer = Reviewer(refuses=refuses)
-    review_keys(FLEET, project, reviewer.show, is_dry_run=is_dry_run)
-    return reviewer
-
-
 def stored(project: ProjectDirectory) -> list[str]:
     return project.known_hosts.read_text().splitlines() if project.known_hosts.exists() else []
 
@@ -155,23 +135,22 @@ def line(name: str, number: int) -> str:
 def test_accepted_keys_are_stored_by_address_and_port_for_this_user_alone(
     project: ProjectDirectory, machines: Machines
 ) -> None:
-    reviewer = review(project)
-    assert (reviewer.num_questions, len(reviewer.new)) == (3, 5)
+    assert len(Reviewer(project).new) == 5
     order = [machines.asked.index(name) for name in ("outer", "gate", "csd0")]
     assert order == sorted(order), "a jump host comes before the machines behind it"
     places = {"10.0.0.1": 1, "[10.0.0.2]:2200": 2, "10.9.0.1": 3, "10.1.0.1": 4, "[10.1.0.1]:2222": 5}
     assert sorted(stored(project)) == sorted(line(*place) for place in places.items())
     assert stat.S_IMODE(project.known_hosts.stat().st_mode) == 0o600
-    again = review(project)
-    assert (again.num_questions, again.new, again.errors) == (0, [], {})
+    again = Reviewer(project)
+    assert (again.new, again.errors) == ([], {})
     assert len(stored(project)) == 5
 
 
 def test_refusal_and_dry_run_store_nothing(project: ProjectDirectory, machines: Machines) -> None:
     with pytest.raises(InputError, match="not confirmed"):
-        review(project, refuses=True)
+        Reviewer(project, refuses=True)
     assert stored(project) == []
-    reviewer = review(project, is_dry_run=True)
+    reviewer = Reviewer(project, is_dry_run=True)
     assert stored(project) == []
     assert sorted(reviewer.new) == ["csd1", "csd2", "outer"]
     assert reviewer.left_out == ["gate", "csd0"], "only a machine with a new key leads to them"
@@ -181,20 +160,20 @@ def test_refusal_and_dry_run_store_nothing(project: ProjectDirectory, machines: 
 def test_changed_or_revoked_key_is_refused_and_the_stored_lines_stay(
     project: ProjectDirectory, machines: Machines
 ) -> None:
-    review(project)
+    Reviewer(project)
     with project.known_hosts.open("a") as file:
         file.write(f"@revoked {line('*', 5)}\n")
     before = stored(project)
     machines.keys["csd1"] = 9
-    reviewer = review(project)
+    reviewer = Reviewer(project)
     assert "has changed" in reviewer.errors["csd1"]
     assert "is revoked" in reviewer.errors["csd2"]
-    assert (reviewer.num_questions, reviewer.new) == (0, [])
+    assert reviewer.new == []
     assert stored(project) == before
 
 
 def test_keys_are_forgotten_by_name_alone(project: ProjectDirectory, machines: Machines) -> None:
-    review(project)
+    Reviewer(project)
     before = stored(project)
     csd1 = [FLEET.node("csd1")]
     assert forget_keys(csd1, project, is_dry_run=True) == {"csd1": 1}

@@ -126,8 +126,6 @@ class TestSshConfig:
             ("IdentityFile /nowhere/id", "IdentityFile /nowhere/id does not exist"),
             ("BindInterface tun0", "bindinterface tun0 is ignored"),
             ("IdentityFile none", "the agent and the default keys are used"),
-            *((line, f"{line.lower()} is ignored") for line in ("ForwardAgent yes", "SetEnv a=b")),
-            ("CertificateFile /c", "certificatefile /c is ignored"),
             ("RevokedHostKeys /r", "revokedhostkeys /r is ignored"),
         ],
     )
@@ -143,13 +141,11 @@ class TestSshConfig:
         ("text", "message"),
         [
             ("", "no Host line with a name"),
-            ("Host *\n  User u\n", "no Host line with a name"),
             ("Host a\n  ProxyJump b\nHost b\n  ProxyJump a\n", "cycle"),
             ("Host csd0\n  ProxyCommand nc %h %p\n", "csd0: ProxyCommand 'nc %h %p' is not supported"),
             ("Host csd0\n  HostName -oProxyCommand=x\n", "csd0: "),
             ("Host csd0\n  HostName fe80::1\n", "csd0: 'fe80::1' is not .* needs its interface"),
             ("Host csd0\n  ProxyJump [fe80::1]:22\n", "csd0: .* needs its interface"),
-            ("Host csd0\n  User $x\n", "csd0: "),
             ("Host csd0\n  ProxyJump $(x)@y\n", "csd0: "),
         ],
     )
@@ -282,9 +278,8 @@ class TestThereAndBack:
             described(replace(node, python="", groups=())) for node in fleet.nodes
         ]
 
-    @pytest.mark.parametrize("path", ["/keys/{{ x }}", "/keys/{% x %}"])
-    def test_path_that_ansible_would_read_as_a_template_is_rejected(self, tmp_path: Path, path: str) -> None:
-        fleet = Fleet((Node("csd0", "10.0.0.1", key=Path(path)),))
+    def test_path_that_ansible_would_read_as_a_template_is_rejected(self, tmp_path: Path) -> None:
+        fleet = Fleet((Node("csd0", "10.0.0.1", key=Path("/keys/{{ x }}")),))
         with pytest.raises(InputError, match="as a template"):
             render_ansible(fleet, tmp_path)
 
@@ -316,38 +311,34 @@ def test_fleet_is_written_unless_it_exists_or_the_run_is_dry(tmp_path: Path) -> 
 @contextlib.contextmanager
 def listening(greetings: dict[str, bytes]) -> Iterator[int]:
     """Listen on one port of several loopback addresses, each with its banner (b'' sends none)."""
+
+    def greet(server: socket.socket, greeting: bytes) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                connection, _ = server.accept()
+                connection.sendall(greeting)
+                if greeting:
+                    connection.close()
+
     with contextlib.ExitStack() as stack:
         port = 0
         for address, greeting in greetings.items():
             server = stack.enter_context(socket.create_server((address, port)))
             port = server.getsockname()[1]
-            threading.Thread(target=_greet, args=(server, greeting), daemon=True).start()
+            threading.Thread(target=greet, args=(server, greeting), daemon=True).start()
             stack.callback(server.shutdown, socket.SHUT_RDWR)
         yield port
 
 
-def _greet(server: socket.socket, greeting: bytes) -> None:
-    with contextlib.suppress(OSError):
-        while True:
-            connection, _ = server.accept()
-            connection.sendall(greeting)
-            if greeting:
-                connection.close()
-
-
 def test_scan_finds_ssh_servers_only() -> None:
-    greetings = {
-        "127.0.9.1": b"SSH-2.0-a\r\n",
-        "127.0.9.3": b"SSH-2.0-b\r\n",
-        "127.0.9.4": b"HTTP/1.1 400\r\n",
-    }
-    with listening({**greetings, "127.0.9.5": b""}) as port:
+    ssh, other = b"SSH-2.0-a\r\n", b"HTTP/1.1 400\r\n"
+    with listening({"127.0.9.1": ssh, "127.0.9.3": ssh, "127.0.9.4": other, "127.0.9.5": b""}) as port:
         nodes = scan(
             ["127.0.9.0/29"], user="trainer", key=Path("/key"), port=port, banner_timeout_s=scaled(1.5)
         )
     assert [(node.name, node.address) for node in nodes] == [("csd0", "127.0.9.1"), ("csd1", "127.0.9.3")]
     assert {(node.user, node.key, node.port) for node in nodes} == {("trainer", Path("/key"), port)}
-    with listening({"127.0.0.1": b"SSH-2.0-a\r\n"}) as port, pytest.raises(NoNodeReachableError):
+    with listening({"127.0.0.1": ssh}) as port, pytest.raises(NoNodeReachableError):
         scan(["127.0.0.1/32"], user="root", port=port)  # this machine
 
 
@@ -358,12 +349,13 @@ def test_scan_finds_ssh_servers_only() -> None:
         ("10.1.2.4/31", ["10.1.2.4", "10.1.2.5"]),
         ("10.1.2.4", ["10.1.2.4"]),
         ("fd00::/126", ["fd00::1", "fd00::2", "fd00::3"]),
-        *((cidr, None) for cidr in ("", "10.0.0.0/33", "-oProxyCommand=x", "10.0.0.0/19", "fd00::/64")),
     ],
 )
-def test_network_expands_to_its_host_addresses_or_is_refused(cidr: str, addresses: list[str] | None) -> None:
-    if addresses is None:
-        with pytest.raises(InputError, match="not an address range|at most 4096"):
-            expand_addresses(cidr)
-    else:
-        assert expand_addresses(cidr) == addresses
+def test_network_expands_to_its_host_addresses(cidr: str, addresses: list[str]) -> None:
+    assert expand_addresses(cidr) == addresses
+
+
+@pytest.mark.parametrize("cidr", ["", "10.0.0.0/33", "-oProxyCommand=x", "10.0.0.0/19", "fd00::/64"])
+def test_what_is_no_small_network_is_refused(cidr: str) -> None:
+    with pytest.raises(InputError, match="not an address range|at most 4096"):
+        expand_addresses(cidr)
