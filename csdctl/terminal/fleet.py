@@ -1,7 +1,7 @@
 """The machines of a fleet: their facts, host keys and leftovers, and emulated nodes. As tables and JSON."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
