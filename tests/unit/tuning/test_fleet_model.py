@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from csdctl.perfmodel.prediction import CollectiveCost, StepTime
 from csdctl.tuning.fleet_model import (
-    OOM_RETRY_SHARE,
     ClassModel,
     FleetModel,
     TrialResult,
@@ -21,7 +20,6 @@ from csdctl.tuning.fleet_model import (
     learn_trial,
     predict_peak_bytes,
     recall_class,
-    recall_in_step,
 )
 from csdctl.tuning.measurements import CollectiveMeasurement, Point, ProbeMeasurement, ProbeOutcome
 from csdctl.tuning.plan_choice import choose_plan, limit_for_goodput, plan_ranks
@@ -118,31 +116,22 @@ def test_outlier_gets_a_step_time_of_its_own(model: FleetModel) -> None:
     assert sizes["csd1"] < sizes["csd0"]
 
 
-def test_out_of_memory_limits_what_the_class_computes_at_once(model: FleetModel) -> None:
-    learned = model.with_class("csd", model.class_of("csd1").with_out_of_memory(100))
-    assert learned.class_of("csd2").max_at_once == round(100 * OOM_RETRY_SHARE) - 1
-    ranks = plan_ranks(learned, choose_plan(learned, Limits(global_batch=2000)))
-    assert all((rank.micro_batch_size or 0) < 100 for rank in ranks if rank.node in NODES)
-    assert learned.class_of("host").max_at_once is None
-
-
-def test_each_out_of_memory_makes_micro_batches_smaller(model: FleetModel) -> None:
+def test_each_out_of_memory_makes_micro_batches_of_the_class_smaller(model: FleetModel) -> None:
     """A rank that computes in micro-batches runs out of memory by their size, not by that of its batch."""
-    sizes = [50]
-    known = learn_probes(model, {"csd1": ProbeOutcome(sizes[0] + 1, None)}).class_of("csd1")
-    for _ in range(3):
-        assert known.limit_at_once(1000) == sizes[-1]
-        known = known.with_out_of_memory(1000)
-        sizes.append(known.limit_at_once(1000))
+    learned, sizes = learn_probes(model, {"csd1": ProbeOutcome(51, None)}), []
+    for _ in range(4):
+        sizes.append(learned.class_of("csd2").limit_at_once(1000))
+        ranks = plan_ranks(learned, choose_plan(learned, Limits(global_batch=2000)))
+        assert {rank.micro_batch_size for rank in ranks} == {None, sizes[-1]}
+        learned = learned.with_class("csd", learned.class_of("csd1").with_out_of_memory(1000))
     assert sizes == [50, 29, 16, 9]
 
 
 def test_smaller_of_two_memory_limits_holds() -> None:
     """One is extrapolated from the peaks of probes, the other a batch that did not fit."""
-    known = ClassModel(NODES, peaks={50: 500, 100: 1000}, memory_bytes=2000)
-    assert known.max_at_once == 200
-    assert replace(known, too_large=150).max_at_once == 149
-    assert replace(known, too_large=250).max_at_once == 200
+    of_class = ClassModel(NODES, peaks={50: 500, 100: 1000}, memory_bytes=2000)
+    limits = [replace(of_class, too_large=size).max_at_once for size in (None, 150, 250)]
+    assert limits == [200, 149, 200]
 
 
 def with_public(model: FleetModel, share: float) -> FleetModel:
@@ -287,9 +276,15 @@ def test_probes_with_other_settings_do_not_count(settings: Runtime) -> None:
     assert recall_class(ClassModel(("a",), settings), probes).sizes == {64}
 
 
-def test_newest_trial_in_which_the_machine_trained_gives_the_in_step_factor() -> None:
-    known = [*probed(8, 16), tried_at(32, 2.0, 5.0), *(tried_at(32, ratio, 9.0) for ratio in (1.1, 1.2, 1.6))]
-    assert recall_in_step(known, LINE) == (32, pytest.approx(1.2))
-    assert recall_in_step(probed(8), LINE) is None
+def test_newest_trial_in_which_the_machine_trained_scales_what_was_probed() -> None:
+    """A size that did not fit once fits later, and one below the largest has no peak of its own."""
+    too_large = ProbeMeasurement(16, None, settings=SETTINGS, measured_at=1.0)
+    smaller = replace(probed(4)[0], peak_memory_bytes=0)
+    trials = [tried_at(32, 2.0, 5.0), *(tried_at(32, ratio, 9.0) for ratio in (1.1, 1.2, 1.6))]
+    recalled = recall_class(ClassModel(("a",), SETTINGS), [too_large, *probed(8), smaller, *trials])
+    assert (recalled.sizes, recalled.too_large, recalled.num_new_probes) == ({4, 8}, 16, 0)
+    assert recalled.peaks == {8: 1 << 20}, "a trial does not show what fits at once"
+    assert recalled.step_time().at(10) == pytest.approx(1.2 * LINE.at(10))
+    assert recall_class(ClassModel(("a",), SETTINGS), [too_large, *probed(20)]).too_large is None
     idle = ProbeMeasurement(0, 0.01, None, settings=SETTINGS, measured_at=9.0)
-    assert recall_in_step([idle], LINE) is None
+    assert recall_class(ClassModel(("a",), SETTINGS), [*probed(8), idle]).in_step_factor == 1.0

@@ -124,12 +124,6 @@ def test_impossible_limits_are_an_error_that_names_them() -> None:
         default_limits(EXACTLY, 256, 1_000, 1)
 
 
-def test_thousand_different_nodes_are_planned() -> None:
-    fleet = [HOST, *(RankModel(f"n{k}", StepTime(0.01 + k * 1e-5, 0.02 + k * 1e-5)) for k in range(1000))]
-    found = find_best(fleet, Limits(max_global_batch=50_000), lambda ranks: 1e-4 * ranks)
-    assert len(found.batch_sizes) + len(found.left_out) == 1001
-
-
 EXACTLY = Limits(global_batch=5_000)
 
 

@@ -1,6 +1,5 @@
 """What `csdctl forecast` is computed from: measurements, with a plan or without."""
 
-import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +16,6 @@ from csdctl.fleet.model import HOST_NAME, Node
 from csdctl.tuning.plan import Plan, Predicted, RankPlan, StrategyPlan, save_plan
 from csdctl.tuning.scaling_curve import Power
 from csdctl.workflows.forecast.forecast import (
-    MAX_COUNTS,
     MAX_NODES,
     Forecast,
     ForecastBasis,
@@ -157,15 +155,6 @@ class TestFromMeasurementsAlone:
         assert [point.num_left_out for point in answer.points] == [0, 0]
         assert answer.num_samples == 3 * 180_000
         assert answer.basis.origins["samples"].startswith("60,000 public and 120,000 private on 2 nodes")
-
-    def test_long_range_of_nodes_is_thinned_out_evenly(self, measured: MeasuredProject) -> None:
-        answer = ask(measured, node_counts=range(1, 301))
-        numbers = [point.num_nodes for point in answer.points]
-        assert len(numbers) == MAX_COUNTS + 1
-        assert (numbers[0], numbers[-1]) == (0, 300)
-        assert max(after - before for before, after in itertools.pairwise(numbers)) <= 6
-        few = ask(measured, node_counts=range(1, 11))
-        assert len(few.points) == 10
 
 
 class TestFromPlanAndMeasurements:

@@ -1,9 +1,5 @@
-"""The ledger of a run, whichever ranks take part in it and however it ends.
+"""The ledger of a run, whichever ranks take part in it and however it ends."""
 
-The host's rank is scripted: a process that runs already, and says what a rank would say.
-"""
-
-import queue
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -19,21 +15,8 @@ from csdctl.runs.directory import ProjectDirectory
 from csdctl.runs.ledger import Ledger, read_ledger
 from csdctl.shipping.store import StoredFile
 from csdctl.transport.meter import TrafficClass
-from csdctl.transport.session import Completed
-from csdctl.worker.protocol.events import (
-    SAMPLES,
-    SUMS,
-    Event,
-    Failed,
-    Finished,
-    Joined,
-    Pong,
-    Ready,
-    SentBytes,
-    Traffic,
-    event_to_line,
-)
-from csdctl.worker.protocol.orders import Begin, Ping, order_from_line
+from csdctl.worker.protocol.events import SAMPLES, SUMS, Event, Finished, Joined, SentBytes, Traffic
+from csdctl.workflows.preflight import ranks
 from csdctl.workflows.runs.manage import process_of
 from csdctl.workflows.train import run as run_module
 from csdctl.workflows.train.request import TrainOptions
@@ -47,54 +30,23 @@ from tests.unit.workflows.measured_project import MeasuredProject, resolved
 ME = (0, HOST_NAME)
 NODES = (HOST_NAME, "csd0", "csd1")
 FINISHED = Finished(*ME, 1, 10, "hash", 1 << 20)
-Script = Sequence[Event]
+Script = Sequence[Event | RunError]
 
 
-class ScriptedProcess:
-    """Implements `session.Conversation`: the process of the host's rank, with its events."""
+class ScriptedSupervisor:
+    """In place of a Supervisor: the events of a run, or its end by an error."""
 
-    def __init__(self, script: Script) -> None:
-        self._script = script
-        self._lines: queue.Queue[str | None] = queue.Queue()
-        self._say(Ready(*ME, 100))
+    script: Script
+    stopped_by, outcomes = "", ()
 
-    def _say(self, *events: Event) -> None:
-        for event in events:
-            self._lines.put(event_to_line(event))
+    def __init__(self, _: object, on_event: Callable[[Event], None]) -> None:
+        self._on_event = on_event
 
-    def send_line(self, line: str) -> None:
-        order = order_from_line(line)
-        if isinstance(order, Begin):
-            self._say(*self._script)
-            self._lines.put(None)  # the process exits
-        elif isinstance(order, Ping):
-            self._say(Pong(*ME, order.number))
-
-    def send_bytes(self, data: bytes) -> None:
-        raise AssertionError("ranks read lines")
-
-    def read_line(self, *, deadline_s: float) -> str:
-        line = self._lines.get()
-        if line is None:
-            raise EOFError
-        return line
-
-    def wait(self, *, deadline_s: float) -> Completed:
-        return Completed((), 0, b"", b"", 0.0)
-
-    def close(self) -> None:
-        self._lines.put(None)
-
-
-class ScriptedHost(FakeSession):
-    """The host, whose rank is `process`."""
-
-    def __init__(self, process: ScriptedProcess) -> None:
-        super().__init__(HOST_NAME)
-        self._process: Any = process
-
-    def converse(self, command: Sequence[str]) -> Any:
-        return self._process
+    def run(self) -> None:
+        for event in self.script:
+            if isinstance(event, RunError):
+                raise event
+            self._on_event(event)
 
 
 def joined(*ranks: int, is_start: bool = False) -> Joined:
@@ -114,7 +66,7 @@ Run = Callable[..., dict[tuple[str, str, str], int]]
 
 
 @pytest.fixture
-def run(at: MeasuredProject) -> Run:
+def run(at: MeasuredProject, monkeypatch: pytest.MonkeyPatch) -> Run:
     """Run a script to its end; return the bytes in the ledger by sender, receiver and class."""
 
     def run_script(script: Script, selected: Fleet | None = None) -> dict[tuple[str, str, str], int]:
@@ -122,8 +74,8 @@ def run(at: MeasuredProject) -> Run:
         spec = spec_of(NODES, run_id=directory.run_id)
         ledger = Ledger(at.project.ledger, "train")
         # The nodes are away: of them, nothing is sent or started.
-        host = ScriptedHost(ScriptedProcess(script))
-        sessions: Any = {HOST_NAME: host}
+        monkeypatch.setattr(ranks, "Supervisor", type("Scripted", (ScriptedSupervisor,), {"script": script}))
+        sessions: Any = {HOST_NAME: FakeSession(HOST_NAME)}
         fleet = Fleet((), path=at.fleet.path)
         space = Workspace(at.project, fleet, {}, sessions, ledger, selected=selected)
         try:
@@ -193,7 +145,7 @@ def test_machine_that_a_command_does_without_takes_no_part_though_its_fleet_has_
 
 def test_ledger_has_what_the_ranks_sent_before_a_run_failed(run: Run, at: MeasuredProject) -> None:
     with pytest.raises(RunError, match="disk full"):
-        run([START, traffic(1000), Failed(*ME, "disk full")])
+        run([START, traffic(1000), RunError("disk full")])
     (entry,) = read_ledger(at.project.ledger)
     assert (entry.sender, entry.kind, entry.num_bytes) == ("csd0", TrafficClass.GRADIENT, 1000)
     assert entry.run == at.project.find_run(None).run_id

@@ -26,6 +26,7 @@ from csdctl.workflows.tune.rounds import MAX_OOM_RETRIES, SUM_BYTES, FitTuner, F
 from csdctl.workflows.workspace.event_stream import EventStream, Message
 from tests.fake_session import FakeSession
 from tests.unit.workflows.measured_project import (
+    OVERHEAD_FACTOR,
     PUBLIC,
     STEPS,
     SUMS,
@@ -33,6 +34,8 @@ from tests.unit.workflows.measured_project import (
     make_project,
     measurements_of,
     prepared,
+    remember_probes,
+    remember_trial,
     run_context,
     workspace,
 )
@@ -109,21 +112,19 @@ def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MeasuredF
     assert all(run.has_ended for run in fleet.runs)
 
 
-def test_one_run_serves_probes_and_trials(fleet: MeasuredFleet) -> None:
+def test_run_serves_probes_and_trials_until_one_fails_or_has_other_ranks(fleet: MeasuredFleet) -> None:
     fleet.probe()
     fleet.try_plan("host", "csd0")
     fleet.probe(16)
     (run,) = fleet.runs
     assert (len(run.probes), run.num_trials) == (2, 1)
     assert (fleet.measurer.start_s, fleet.measurer.num_probes) == (5.0, 4)
-
-
-def test_plan_of_other_ranks_has_a_run_of_its_own(fleet: MeasuredFleet) -> None:
-    fleet.probe()
     fleet.try_plan("host")
-    first, second = fleet.runs
-    assert first.has_ended
-    assert [rank.node for rank in second.ranks] == ["host"]
+    assert [rank.node for rank in fleet.runs[1].ranks] == ["host"]
+    with pytest.raises(RunError, match="lost"):
+        fleet.try_plan("host", num_steps=13)
+    fleet.probe()
+    assert [run.has_ended for run in fleet.runs] == [True, True, False]
 
 
 def test_machine_that_is_killed_for_memory_leaves_the_measurements_of_others(fleet: MeasuredFleet) -> None:
@@ -133,13 +134,6 @@ def test_machine_that_is_killed_for_memory_leaves_the_measurements_of_others(fle
     assert outcomes["host"].step_time_s == 0.1
     assert [run.has_ended for run in fleet.runs] == [True, False]
     assert not fleet.runs[1].probes, "the host had been measured"
-
-
-def test_run_that_failed_in_a_trial_is_not_used_again(fleet: MeasuredFleet) -> None:
-    with pytest.raises(RunError, match="lost"):
-        fleet.try_plan("host", "csd0", num_steps=13)
-    fleet.probe()
-    assert [run.has_ended for run in fleet.runs] == [True, False]
 
 
 @pytest.mark.parametrize(
@@ -237,10 +231,6 @@ def test_first_tuning_times_sums_probes_every_class_and_tries_the_plan(at: Measu
     assert {name for requests in measurer.rounds for name in requests} == {"host", "csd0", "csd1"}
     assert sum(tuned.tried.best.batch_sizes.values()) == LIMITS.global_batch
     assert 1 <= len(measurer.trials) <= 2
-
-
-def test_sums_are_timed_once(at: MeasuredProject) -> None:
-    tune(at, ScriptedMeasurer())
     again = ScriptedMeasurer()
     tune(at, again)
     assert again.sums == []
@@ -310,3 +300,11 @@ def test_nodes_with_private_data_are_in_every_plan_and_public_data_limit_the_hos
     space = workspace(at, {name: FakeSession(name) for name in at.fleet.machines})
     with pytest.raises(TuningError, match=r"\['csd1', 'host'\] {'csd1': 0.75}"):
         tune_module.tune_by_fit(run_context(at, space, data), tune_module.TuneOptions())
+
+
+def test_host_that_did_not_train_takes_part_in_the_sum_of_the_newest_trial(at: MeasuredProject) -> None:
+    remember_probes(at)
+    remember_trial(at, (0, 16, 16))
+    measurements = measurements_of(at, is_host_training=False)
+    model = replace(measurements.recall_fleet(), collective_cost=SUMS)
+    assert measurements.recall_overhead(model) == pytest.approx(OVERHEAD_FACTOR)
