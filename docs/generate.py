@@ -41,7 +41,6 @@ from csdctl.supervision import event_callbacks
 from csdctl.tuning.plan import Plan
 from csdctl.worker.protocol import events
 from csdctl.worker.protocol.datasets import DataLook, DatasetInfo
-from csdctl.worker.protocol.features import Recomputed
 from csdctl.worker.protocol.model_info import ModelInfo
 from csdctl.workflows.discovery.discover import DiscoverResult
 from csdctl.workflows.predict.predict import PredictResult
@@ -330,13 +329,12 @@ DOCUMENTS = {
     "csdctl.verify/1": shown(
         "`csdctl verify`",
         events.Verified,
-        without=["rank", "node", "of_ranks", "batch_sizes"],
+        without=["rank", "node", "differences", "batch_sizes"],
+        global_batch=int,
         emulated=bool,
-        is_equal=(bool, "Whether the fleet and one process compute the same gradient."),
+        is_equal=(bool, "Whether the fleet takes the step that Keras takes of the same samples."),
         verdict=(str, "The same in words."),
-        ranks=(dict[str, events.Compared], "Differences and batch size by machine."),
-        features=(dict[str, Recomputed], "Stored features, compared with recomputed ones."),
-        optional=["features"],
+        ranks=(dict, "By machine: `batch_size`, and `difference`, the distance of its gradient to Keras'."),
     ),
 }
 """By schema, in alphabetical order."""

@@ -534,7 +534,7 @@ def tune(job: JobOrPath, fleet: FleetOrPath = "fleet.yaml", options: TuneOptions
 
 
 def verify(job: JobOrPath, fleet: FleetOrPath = "fleet.yaml") -> Verification:
-    """Compare the gradient of all ranks with the gradient of one process, and show their distance.
+    """Compare the gradient of all ranks with the gradient of Keras, and show their distance.
 
     Raises RunError when they differ by more than rounding explains.
     """

@@ -41,7 +41,7 @@ COMMANDS: Mapping[tuple[str, str], Mapping[str, str]] = {
     ("Job", "tuning"): {
         "tune": "Measure the machines and write a plan.",
         "forecast": "Forecast throughput, time and energy for more nodes.",
-        "verify": "Compare the fleet's gradient with one process's.",
+        "verify": "Compare the fleet's gradient with Keras'.",
     },
     ("Training", "training"): {
         "train": "Train on the host and all nodes.",

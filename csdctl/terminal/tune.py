@@ -1,6 +1,6 @@
 """Before training: the plan, the result of `verify`, and a forecast, as tables and as JSON."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from csdctl.fleet.names import format_node_names
 from csdctl.reporting.numbers import (
@@ -16,7 +16,6 @@ from csdctl.terminal.console import PrintableConsole, build_pairs, build_table
 from csdctl.terminal.streams import Streams, document, fields_of
 from csdctl.tuning.plan import DATA_PARALLEL, FEATURES, SPLIT, Plan, RankPlan
 from csdctl.tuning.scaling_curve import MIN_GAIN, MIN_SHARE_OF_NODE, CurvePoint, CurveVerdict, Reason
-from csdctl.worker.protocol.features import Recomputed
 from csdctl.worker.protocol.run_spec import CPU
 from csdctl.workflows.forecast.forecast import Forecast
 from csdctl.workflows.train.verify import Verification
@@ -128,22 +127,17 @@ def _describe_prediction(plan: Plan) -> Iterator[str]:
 
 
 def show_verified(streams: Streams, verification: Verification, *, emulated: bool) -> None:
-    """Print how much sum, gradients and weights differ, and how far one process is from itself."""
+    """Print how much sum, gradients and weights differ, and how far Keras is from itself."""
     verified, nodes, verdict = verification.result, verification.nodes, verification.verdict
     sizes = dict(zip(nodes, verified.batch_sizes, strict=True))
-    most = max(range(len(nodes)), key=lambda rank: verified.of_ranks[rank].difference)
-    difference = verified.of_ranks[most].difference
-    gradient = f"of {nodes[most]} differs most from that of one process, by {difference:.1e}"
-    spread = max(rank.spread for rank in verified.of_ranks)
-    one_sample = min(rank.one_sample for rank in verified.of_ranks)
-    one_batch = f"not compared with one batch of all samples: {'; '.join(verified.not_one_batch)}"
-    if verified.one_batch:
-        one_batch = f"of all samples in one process differs by {verified.one_batch.difference:.1e}"
+    difference = max(verified.differences)
+    most = nodes[verified.differences.index(difference)]
+    gradient = f"of {most} differs most from Keras', by {difference:.1e}"
     compared_in = f"compared in {verified.compared_in}: rounding in {verified.dtype} hides a sample"
     pairs = [
         (
             "samples",
-            f"{verified.global_batch}: {', '.join(f'{node} {size}' for node, size in sizes.items())}"
+            f"{sum(verified.batch_sizes)}: {', '.join(f'{node} {size}' for node, size in sizes.items())}"
             + " (emulated fleet)" * emulated,
         ),
         (
@@ -151,41 +145,27 @@ def show_verified(streams: Streams, verification: Verification, *, emulated: boo
             f"differs by {verified.sum_difference:.1e} from the ranks' gradients added in float64; "
             f"rounding explains {verified.sum_rounding:.1e}",
         ),
-        ("gradient", gradient if difference else "of every rank bit-identical with that of one process"),
-        ("", f"rounding makes {spread:.1e}; one sample makes {one_sample:.1e}"),
+        ("gradient", gradient if difference else "of every rank bit-identical with Keras'"),
+        ("", f"rounding makes {verified.spread:.1e}; one sample makes {verified.one_sample:.1e}"),
         *([("", compared_in)] if verified.compared_in != verified.dtype else []),
-        ("one batch", one_batch),
         ("weights", f"bit-identical on all ranks ({verified.weights_hash[:16]}…)"),
         *([("result", verdict.text)] if verdict.is_equal else []),
     ]
     streams.console.print(build_pairs(pairs))
-    if verification.features:
-        features = _describe_features(verification.features)
-        streams.console.print(f"stored features: {features}", soft_wrap=True)
     content = document(
         "csdctl.verify/1",
         verified,
-        without=("rank", "node", "of_ranks", "batch_sizes"),  # "ranks" has them by name
+        without=("rank", "node", "differences", "batch_sizes"),  # "ranks" has them by name
+        global_batch=sum(verified.batch_sizes),
         emulated=emulated,
         is_equal=verdict.is_equal,
         verdict=verdict.text,
         ranks={
-            node: {"batch_size": size, **vars(rank)}
-            for (node, size), rank in zip(sizes.items(), verified.of_ranks, strict=True)
+            node: {"batch_size": size, "difference": difference}
+            for (node, size), difference in zip(sizes.items(), verified.differences, strict=True)
         },
-        **({"features": verification.features} if verification.features else {}),
     )
     streams.result(content)
-
-
-def _describe_features(recomputed: Mapping[str, Recomputed]) -> str:
-    """Return how stored features compare with those that their machine computes now."""
-    num_rows = sum(result.num_rows for result in recomputed.values())
-    if not num_rows:
-        return "none to compare; train with --strategy features first"
-    node, worst = max(recomputed.items(), key=lambda item: item[1].difference)
-    result = f"differ by {worst.difference:.1e} at most ({node})" if worst.difference else "are bit-identical"
-    return f"{num_rows:,} rows on {len(recomputed)} machines, recomputed, {result}"
 
 
 def show_forecast(streams: Streams, forecast: Forecast) -> None:

@@ -59,5 +59,5 @@ def test_bare_cortex_a53_trains_with_the_host(lab: Lab, project: Project, arm_bu
         by_features = ("--strategy", "features")
         project.succeed("train", "frozen.yaml", *by_features, *options)
         features = json.loads(project.succeed("verify", "frozen.yaml", *by_features, "--json").stdout)
-        print("features:", json.dumps(features["features"], indent=1))
-        assert features["features"]["arm"]["num_rows"] > 0
+        print("features:", json.dumps(features, indent=1))
+        assert features["is_equal"]

@@ -223,7 +223,6 @@ def num_steps(project: Path) -> int:
 def test_verify_proves_the_gradient_on_this_fleet(project: Path) -> None:
     verified = document(project, "verify")
     assert all(rank["difference"] <= 1e-6 for rank in verified["ranks"].values())
-    assert verified["one_batch"]["difference"] <= 1e-6
     assert verified["is_equal"]
     assert verified["verdict"] == "equal: within the rounding of float32"
     assert set(verified["ranks"]) == {"host", *NODES}

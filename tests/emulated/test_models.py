@@ -156,11 +156,7 @@ def test_augmentation_and_random_layers_repeat_and_are_verified_with_the_states_
     verified = document(project, "verify", "augmented.yaml")
     assert (verified["dtype"], verified["compared_in"]) == ("bfloat16", "float32")
     assert verified["is_equal"]
-    assert all(rank["difference"] <= 8 * rank["spread"] for rank in verified["ranks"].values())
-    assert verified["one_batch"] is None
-    reasons = " ".join(verified["not_one_batch"])
-    for words in ("augmentation by augment.py:flip", "random numbers in ", "drops", "random_rotation"):
-        assert words in reasons
+    assert all(rank["difference"] <= 8 * verified["spread"] for rank in verified["ranks"].values())
 
 
 def test_failure_on_a_node_is_named_and_its_message_stays_there(project: Path) -> None:

@@ -139,18 +139,15 @@ def verify(
     strategy: options.Strategy = options.STRATEGY,
     cut: str = options.CUT,
     micro_batches: int = options.MICRO_BATCHES,
-    feature_precision: options.Precision = options.FEATURE_PRECISION,
 ) -> None:
-    """Check that your fleet computes the same gradient of your model as one process."""
+    """Check that your fleet computes the same gradient of your model as Keras."""
     from csdctl.terminal.prepare import PreparationScreen
     from csdctl.terminal.tune import show_verified
     from csdctl.workflows.train.request import TrainOptions
     from csdctl.workflows.train.verify import run_verification
 
     streams = call.streams
-    train_options = TrainOptions(
-        strategy=strategy, cut=cut, num_micro_batches=micro_batches, feature_precision=feature_precision
-    )
+    train_options = TrainOptions(strategy=strategy, cut=cut, num_micro_batches=micro_batches)
     request = call.training(train_options, plan_path=plan, batch_size=batch_size)
     verification = run_verification(request, PreparationScreen(streams).events)
     show_verified(streams, verification, emulated=call.fleet.emulated)

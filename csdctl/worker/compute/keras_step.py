@@ -82,7 +82,7 @@ class KerasStep:
         """Return the vector of a micro-batch by Keras' train_step, whose gradients are not applied."""
         model, layout, statistics = self.model, self.layout, self._compiler.statistics
         before, divisors, applied = statistics.read(), dict[Any, Any](), list[Any]()
-        batch = self._unpack(images, labels, training=True)
+        batch = self._unpack(images, labels)
         optimizer = model.optimizer
         with mock.patch.object(optimizer, "apply_gradients", applied.extend), noting_divisors(divisors):
             model.train_step(batch)
@@ -102,13 +102,13 @@ class KerasStep:
         vector[[layout.divisor, layout.count]] = count, len(images)
         return vector
 
-    def _unpack(self, images: Array, labels: Array, *, training: bool) -> tuple[Any, Any, Any]:
-        """Return a batch as Keras' steps take it: inputs, targets and weights."""
+    def _unpack(self, images: Array, labels: Array) -> tuple[Any, Any, Any]:
+        """Return a batch as Keras' train_step takes it: inputs, targets and weights."""
         model = self.model
         inputs = inputs_of(model, as_tensors(images), self._recipe.input_range)
         predictions = getattr(model, "output", None) if getattr(model, "outputs", None) else None
         predictions = model(inputs, training=False) if predictions is None else predictions
-        targets = self._compiler.objective.targets(as_tensors(labels), predictions, training=training)
+        targets = self._compiler.objective.targets(as_tensors(labels), predictions, training=True)
         return inputs, *targets
 
     def apply(self, values: Sequence[Array], total: Array) -> list[Array]:
@@ -129,23 +129,6 @@ class KerasStep:
     def values(self) -> list[Array]:
         """The values of all variables of the state now."""
         return [np.asarray(variable.value) for variable in self._variables]
-
-    def losses(
-        self, values: Sequence[Array], batches: Sequence[Sequence[Array]]
-    ) -> list[tuple[float, float]]:
-        """Return Keras' loss of each batch in training: what is a mean, and what is summed."""
-        results = []
-        for batch in batches:
-            self._begin(values)
-            loss = self._compiler.objective.forward(*map(as_tensors, batch), training=True)
-            results.append((float(loss.mean), 0.0 if loss.summed is None else float(loss.summed)))
-        return results
-
-    def evaluate(self, values: Sequence[Array], images: Array, labels: Array) -> float:
-        """Return the mean loss of a batch by Keras' test_step."""
-        self._begin(values)
-        self.model.test_step(self._unpack(images, labels, training=False))
-        return loss_of(self.model)
 
     def _take_own(
         self, values: Sequence[Array], images: Array, labels: Array, totals: Sequence[Array]

@@ -34,7 +34,7 @@ from csdctl.worker.compute.statistics import find_generators, pooled_spread
 from csdctl.worker.compute.step_compiler import Compiler
 from csdctl.worker.compute.trace import GraphBuilder, Values, run_eagerly, unflatten
 from csdctl.worker.data.arrays import Array
-from csdctl.worker.engine.step import EVALUATE, OWN, Slice, StepInfo, SumInfo
+from csdctl.worker.engine.step import EVALUATE, OWN, StepInfo, SumInfo
 from csdctl.worker.process.errors import JobError, WorkerError, describe
 from csdctl.worker.protocol.datasets import INPUT, OUTPUT, SAMPLE_WEIGHT, is_position
 from csdctl.worker.protocol.recipe import Recipe
@@ -90,7 +90,6 @@ class OwnStepCompiler(Compiler):
             num_gradients=sum(part.num_gradients for part in sums),
             num_statistics=sum(part.num_states for part in sums),
             num_states=sums[-1].num_others - 1,
-            normalizing=tuple(part for part in self._traced.changes if part.name),
             sums=sums,
             logs=tuple(self._logs),
             updated=self._find_updated(),
@@ -142,7 +141,6 @@ class OwnStepCompiler(Compiler):
         self, state: Any, seeds: Any, draw: Any, rate: Any, weight: Any, count: Any, *batch: Any
     ) -> list[Any]:
         with self._given(state, seeds, rate):
-            drawn = [self._now(variable) for variable in self.random_states]
             self._traced = Interception(
                 self._builder,
                 self._values,
@@ -156,9 +154,6 @@ class OwnStepCompiler(Compiler):
             with self._traced.active(draw):
                 logs = self._call(self.model.train_step, *batch)
             self._check_draws()
-            self._note_draws(drawn)
-            if self._traced.has_draws:
-                self.drawing["tf.random"] = None
             states = self.metric_states.read((metric, count) for metric in self._traced.of_batches)
             numbers = read_logs(logs)
             self._logs = list(numbers)
@@ -283,12 +278,8 @@ class Interception:
         """The optimizers, and the variables that they train."""
         self.sums: list[SumInfo] = []
         """The sums, in their order."""
-        self.changes: list[Slice] = []
-        """The parts of the summed changes of state, in order, with the layer's name, '' for others."""
         self.of_batches: list[Any] = []
         """Metrics that a number was added to for the whole batch."""
-        self.has_draws = False
-        """Whether the step draws numbers by tf.random."""
 
     @contextmanager
     def active(self, seed: Any) -> Iterator[None]:
@@ -298,10 +289,9 @@ class Interception:
             replacing(tf.GradientTape, "gradient", self._noting_sums),
             replacing(keras.layers.BatchNormalization, "call", self._noting_moves),
             noting_batches(self.of_batches),
-            repeatable_draws(seed) as drawn,
+            repeatable_draws(seed),
         ):
             yield
-        self.has_draws = bool(drawn)
         if self._of_sums:
             raise JobError(
                 "train_step changes the gradient of a loss with a value for each sample before it applies it",
@@ -380,10 +370,6 @@ class Interception:
             base = tf.cast(self._bases[id(variable)], tf.float32)
             changes.append(tf.cast(variable, tf.float32) - base)
         sizes = [math.prod(change.shape) for change in changes]
-        names = [*(layer.name for layer, *_ in norms), *[""] * len(differing)]
-        for name, size in zip(names, [*sizes[: 2 * len(norms) : 2], *sizes[2 * len(norms) :]], strict=True):
-            start = self.changes[-1].stop if self.changes else 0
-            self.changes.append(Slice(name, start, start + size * (2 if name else 1)))
 
         def update(mean: Any) -> None:
             parts = iter(tf.split(mean, sizes) if changes else ())

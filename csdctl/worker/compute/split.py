@@ -59,9 +59,7 @@ class PrefixCompiler(StepCompiler):
         num_statistics = sum(self.statistics.sizes)
         total = tf.TensorSpec((self.num_gradients + num_statistics + self.num_sums,), tf.float32)
         self._add(builder, (APPLY,), self._apply, "rate total", total=total)
-        return self._describe(
-            builder, num_statistics=num_statistics, num_states=self.metric_states.size, normalizing=()
-        )
+        return self._describe(builder, num_statistics=num_statistics, num_states=self.metric_states.size)
 
     def add_prefix(self, builder: GraphBuilder) -> None:
         """Add the prefix's passes, with the state of `variables`."""

@@ -4,8 +4,6 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import numpy as np
-
 from csdctl.worker.compute.backend import keras, tf
 from csdctl.worker.compute.keras_internals import (
     flatten_layers,
@@ -13,7 +11,6 @@ from csdctl.worker.compute.keras_internals import (
     non_trainable_state,
     seed_generators,
 )
-from csdctl.worker.engine.step import Slice
 
 UNTRACKED = "a layer without its own seed generator"
 
@@ -40,11 +37,11 @@ class Statistics:
 
     def __init__(self, model: Any) -> None:
         self.norms = [
-            (layer.name, layer.moving_mean, layer.moving_variance, 1.0 - float(layer.momentum))
+            (layer.moving_mean, layer.moving_variance, 1.0 - float(layer.momentum))
             for layer in flatten_layers(model)
             if isinstance(layer, keras.layers.BatchNormalization) and layer.trainable and layer.momentum < 1
         ]
-        self.variables = [variable for _, *pair, _ in self.norms for variable in pair]
+        self.variables = [variable for *pair, _ in self.norms for variable in pair]
         """Keras' variables."""
         self.add(changing_state(model))
 
@@ -60,13 +57,6 @@ class Statistics:
         """The number of elements of each variable."""
         return [math.prod(variable.shape) for variable in self.variables]
 
-    @property
-    def normalizing(self) -> tuple[Slice, ...]:
-        """The layers that normalize by their batch, and where their changes are."""
-        ends = np.cumsum([0, *self.sizes])[: 2 * len(self.norms) + 1]
-        pairs = zip(self.norms, ends[:-1:2], ends[2::2], strict=True)
-        return tuple(Slice(norm[0], int(start), int(stop)) for norm, start, stop in pairs)
-
     def read(self) -> list[Any]:
         """Return the state now, for `changes`."""
         return [tf.convert_to_tensor(variable.value) for variable in self.variables]
@@ -74,7 +64,7 @@ class Statistics:
     def changes(self, before: Sequence[Any], weight: Any) -> list[Any]:
         """Return the changes since `before`, times `weight`, flat."""
         changes, old = [], iter(before)
-        for _, mean, variance, rate in self.norms:
+        for mean, variance, rate in self.norms:
             moves = pooled_spread(mean - next(old), variance - next(old), rate)
             changes += [weight * move for move in moves]
         for variable, value in zip(self.variables[len(changes) :], old, strict=True):
@@ -86,7 +76,7 @@ class Statistics:
     def apply(self, changes: Any) -> None:
         """Update the state by the mean `changes` of all ranks, shape (Σ sizes,)."""
         parts = iter(tf.split(changes, self.sizes) if self.variables else ())
-        for _, mean, variance, rate in self.norms:
+        for mean, variance, rate in self.norms:
             moved, spread = next(parts), next(parts)
             mean.assign(mean + tf.cast(moved, mean.dtype))
             spread = tf.cast(spread - moved * moved / rate, variance.dtype)

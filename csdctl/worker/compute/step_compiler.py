@@ -46,8 +46,6 @@ class Compiler(ABC):
         self._values: Values
         self._rates: list[tuple[Any, float]] = []
         """The learning rates that follow the recipe's, and how many times that they are."""
-        self.drawing: dict[str, None] = {}
-        """The layers that draw random numbers in a step."""
 
     @abstractmethod
     def trace(self, builder: GraphBuilder) -> StepInfo:
@@ -88,7 +86,6 @@ class Compiler(ABC):
             layer for layer in flatten_layers(self.model) if type(layer).__name__.endswith("Embedding")
         ]
         sizes = [getattr(layer, "input_dim", None) for layer in embeddings]
-        outputs = getattr(self.model, "outputs", None) or ()
         return StepInfo(
             functions=builder.functions,
             variables=tuple(
@@ -99,10 +96,8 @@ class Compiler(ABC):
             num_gradients=fields.pop("num_gradients", num_elements(self.model.trainable_variables)),
             has_loss_scaling=any(hasattr(optimizer, "inner_optimizer") for optimizer in self.optimizers),
             seeds=tuple(layer for layer, _ in self.generators),
-            drawing=tuple(self.drawing),
             metrics=self._add_metrics(builder),
             num_indices=min((size for size in sizes if isinstance(size, int)), default=None),
-            output_sizes=tuple(int(tensor.shape[-1] or 0) for tensor in outputs),
             compute_type=compute_type(self.model),
             rate_factors=tuple(factor for _, factor in self._rates),
             averages=self._find_averages(),
@@ -167,11 +162,6 @@ class Compiler(ABC):
             values += [rate * factor if factor != 1.0 else rate for _, factor in self._rates]
         return self._values.given(variables, values)
 
-    def _note_draws(self, before: Sequence[Any]) -> None:
-        for (layer, state), value in zip(self.generators, before, strict=True):
-            if self._now(state) is not value:
-                self.drawing[layer] = None
-
     def _now(self, variable: Any) -> Any:
         return self._values.get(variable.value)
 
@@ -232,7 +222,6 @@ class StepCompiler(Compiler):
             has_loss_count=self._has_loss_count,
             divides_gradients=self.objective.counts_elements and not self._has_noise,
             has_summed=self._has_summed,
-            normalizing=self.statistics.normalizing,
         )
 
     def add_state(self, variables: Sequence[Any]) -> list[Any]:
@@ -280,13 +269,11 @@ class StepCompiler(Compiler):
     def _local(self, state: Any, seeds: Any, weight: Any, samples: Any, labels: Any) -> Any:
         variables = self.model.trainable_variables
         with self._given(state, seeds):
-            drawn = [self._now(variable) for variable in self.random_states]
             before = self.statistics.read()
             trained = [self._now(variable) for variable in variables]
             gradients, batch = self._gradients(samples, labels)
             pairs = zip(variables, trained, strict=True)
             self._written = {id(variable) for variable, value in pairs if self._now(variable) is not value}
-            self._note_draws(drawn)
             changes = self.statistics.changes(before, batch.samples * weight)
             factors = batch.loss_count * weight, weight
             flat = [

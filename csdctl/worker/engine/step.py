@@ -34,7 +34,7 @@ Exchange = Callable[[int, Array], Array]
 
 @dataclass(frozen=True)
 class Slice:
-    """A part of a vector, such as what one layer or one metric has there."""
+    """A part of a vector, such as what one metric has there."""
 
     name: str
     start: int
@@ -118,16 +118,12 @@ class StepInfo(GraphInfo):
     """Whether an optimizer skips gradients that are not finite, and scales the loss (mixed_float16)."""
     seeds: tuple[str, ...]
     """The layer of each generator of random numbers."""
-    normalizing: tuple[Slice, ...]
-    """The layers that normalize by their batch, and where their statistics' changes are."""
     metrics: tuple[Slice, ...]
     """The metrics' results, and where the state of each metric is."""
     has_loss_count: bool = False
     divides_gradients: bool = False
     has_summed: bool = False
     """As in `VectorLayout`."""
-    drawing: tuple[str, ...] = ()
-    """The layers that draw random numbers in a step."""
     sums: tuple[SumInfo, ...] = ()
     """The sums of a user's own train_step, in their order; none for a step with the one of `layout`."""
     logs: tuple[str, ...] = ()
@@ -144,8 +140,6 @@ class StepInfo(GraphInfo):
     """By number of a variable, and last the learning rates, its datasets in a saved model; {}: unknown."""
     num_indices: int | None = None
     """The size of the smallest embedding; None without."""
-    output_sizes: tuple[int, ...] = ()
-    """The last dimension of each output; () if they are known only by calling the model."""
     compute_type: str = "float32"
     """The coarsest type that a layer with weights computes in."""
     model_type: str = "float32"
@@ -444,13 +438,6 @@ class StepEngine:
         names = {metric.name for metric in info.metrics}
         # A metric that nothing was added to has 0, as Keras' own for the loss where train_step computes it.
         return {name: value for name, value in logs.items() if value or name not in names} | results
-
-    def find_normalizing(self, changes: Array) -> list[str]:
-        """Return the names of the layers that normalized by their batch, by its changes of statistics.
-
-        Only such a layer moves its statistics, and not one that is called with training=False.
-        """
-        return [layer.name for layer in self.info.normalizing if changes[layer.start : layer.stop].any()]
 
     def rehearse(self, images: Array, labels: Array, private_copies: Array | None) -> None:
         """Reach full speed. What is computed is not kept."""

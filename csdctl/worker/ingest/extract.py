@@ -26,7 +26,7 @@ from csdctl.worker.ingest.partial_dataset import PartialDataset, check_free_spac
 from csdctl.worker.ingest.sources.source import Block
 from csdctl.worker.process.errors import JobError, WorkerError
 from csdctl.worker.protocol.datasets import DatasetInfo, PrepareProgress
-from csdctl.worker.protocol.features import Extracted, ExtractSpec, Gathered, GatherSpec, Recomputed, SendSpec
+from csdctl.worker.protocol.features import Extracted, ExtractSpec, Gathered, GatherSpec, SendSpec
 from csdctl.worker.protocol.packages import TENSORFLOW, find_version
 from csdctl.worker.protocol.run_spec import DatasetSlice
 
@@ -45,11 +45,8 @@ LINE_BYTES = 48 << 10
 def extract(spec: ExtractSpec, *, on_progress: OnProgress = lambda progress: None) -> Extracted:
     """Run the model over the samples, and store what is kept below `spec.store`. Nothing if it is there.
 
-    An interrupted call is resumed. With `spec.num_checked`, some of what is stored is computed again and
-    compared instead. Raises WorkerError if samples or model cannot be read, or the disk fails.
+    An interrupted call is resumed. Raises WorkerError if samples or model cannot be read, or the disk fails.
     """
-    if spec.num_checked:
-        return _recompute(spec)
     load = functools.cache(lambda: load_computation(spec))
     requests = of_sources(spec)
     sizes = [len(PreparedSamples(request.source)) * num_views(request) for request in requests]
@@ -181,38 +178,6 @@ def fingerprint_of(spec: ExtractSpec) -> str:
         [spec.layer, *map(dataclasses.astuple, spec.results)],
     ]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
-
-
-def _recompute(spec: ExtractSpec) -> Extracted:
-    """Compute about `spec.num_checked` stored rows of all sources again. Raises WorkerError.
-
-    Whole batches, as they were computed at first: in another batch, a kernel may round differently.
-    """
-    stored = [(request, info) for request in of_sources(spec) if (info := find_stored(_target_of(request)))]
-    if not stored:
-        return Extracted((), 0, Recomputed(0, 0.0))
-    compute = load_computation(spec)
-    num_batches = max(1, spec.num_checked // (BATCH_SIZE * len(stored)))
-    compared = [_compare(request, info, compute, num_batches) for request, info in stored]
-    return Extracted((), 0, Recomputed(sum(n for n, _ in compared), max(largest for _, largest in compared)))
-
-
-def _compare(spec: ExtractSpec, info: DatasetInfo, compute: Compute, num_batches: int) -> tuple[int, float]:
-    samples = PreparedSamples(spec.source)
-    stored = CheckedArray(str(Path(info.path, "images.npy")), info.images_sha256).array
-    augment = load_augmentation(spec)
-    starts = range(0, len(samples), BATCH_SIZE)
-    places = [(view, start) for view in range(num_views(spec)) for start in starts]
-    num_rows, difference = 0, 0.0
-    for place in np.unique(np.linspace(0, len(places) - 1, num_batches, dtype=int)) if places else ():
-        view, start = places[place]
-        again, _ = compute(*augment(*samples.span(start, BATCH_SIZE), view, start))
-        first = view * len(samples) + start
-        before = stored[first : first + len(again)].astype(np.float64)
-        largest = np.abs(before).max(initial=0) or 1.0
-        difference = max(difference, float(np.abs(again - before).max(initial=0) / largest))
-        num_rows += len(again)
-    return num_rows, difference
 
 
 def gather(spec: GatherSpec, *, on_progress: OnProgress = lambda progress: None) -> Gathered:

@@ -5,7 +5,6 @@ What arrives from a rank (supervision, launch) and what was stored (runs) is che
 
 import dataclasses
 import json
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
@@ -32,11 +31,6 @@ from csdctl.worker.protocol.json_codec import (
 )
 from csdctl.worker.protocol.sandbox import SandboxCheck
 
-MIN_SHARPNESS = 100.0
-"""One sample's effect over the spread, from which on `verify` judges: ten times the spread is tolerated then,
-and one sample is ten times as much."""
-
-
 EARLY_STOPPING, STOPPED, MAX_STEPS, VERIFIED = "early stopping", "asked to stop", "max steps", "verified"
 """Reasons to end a run before its last epoch (`Finished.reason`)."""
 SUMS, SAMPLES, STATE, ACTIVATIONS = "sums", "samples", "state", "activations"
@@ -50,32 +44,6 @@ MAX_MESSAGE_CHARS = 4000
 UNKNOWN_NODE = "?"
 """`Failed.node` of a rank that could not read its spec, and does not know where it is."""
 _UNSET: tuple[object, ...] = (None, 0, {})
-
-
-@dataclass(frozen=True)
-class Compared:
-    """A gradient against the one of rank 0 from the same samples, relative to it, in the Euclidean norm."""
-
-    difference: Measured
-    spread: Measured
-    """The change of rank 0's own result when its weights move by the rounding of their type."""
-    one_sample: Measured
-    """The change of that result when one sample is another one."""
-
-    @property
-    def is_sharp(self) -> bool:
-        """Whether rounding is so far below the effect of one sample that both can be told apart."""
-        return self.one_sample >= MIN_SHARPNESS * self.spread
-
-    @property
-    def is_conclusive(self) -> bool:
-        """Whether it can be judged: it is sharp, or the difference is far below the effect of one sample."""
-        return self.is_sharp or 0 < self.one_sample >= MIN_SHARPNESS**2 * self.difference
-
-    @property
-    def tolerance(self) -> float:
-        """As many times above the spread as it is below the effect of one sample."""
-        return math.sqrt(self.spread * self.one_sample)
 
 
 @dataclass(frozen=True)
@@ -213,9 +181,8 @@ class Traffic(Event):
 
 @dataclass(frozen=True)
 class Verified(Event):
-    """The ranks' gradients and their sum against the gradient and the sum of one process."""
+    """One step of all ranks against the step that Keras takes of the same global batch."""
 
-    global_batch: Count
     batch_sizes: tuple[Count, ...]
     dtype: ShortText
     """The coarsest type that a layer computes in."""
@@ -226,11 +193,12 @@ class Verified(Event):
     """The largest `sum_difference` that rounding to float32 explains, in whatever order they are added."""
     compared_in: ShortText
     """The type that all layers computed in for what follows: finer than `dtype` where it hides a sample."""
-    of_ranks: tuple[Compared, ...]
-    one_batch: Compared | None
-    """All ranks' gradient against one batch of all samples in one process; None if it was not compared."""
-    not_one_batch: tuple[ShortText, ...]
-    """Why the gradient depends on how samples are divided into batches."""
+    differences: tuple[Measured, ...]
+    """Each rank's gradient against Keras' of the same samples, relative to it, in the Euclidean norm."""
+    spread: Measured
+    """The change of Keras' gradient when the weights move by the rounding of their type."""
+    one_sample: Measured
+    """The change of Keras' gradient when one sample is another one."""
     weights_hash: ShortText
 
 
@@ -383,7 +351,7 @@ def check_event(event: Event, nodes: Sequence[str], sender: int | None = None) -
         raise ProtocolError(f"{name}: expected {expected}, received {received}")
     if event.rank != 0:
         _check_is_own(event)
-    if isinstance(event, Verified) and {len(event.batch_sizes), len(event.of_ranks)} != {len(nodes)}:
+    if isinstance(event, Verified) and {len(event.batch_sizes), len(event.differences)} != {len(nodes)}:
         raise ProtocolError(f"{name}: expected results of {len(nodes)} ranks, received a different number")
     named: Sequence[str] = event.nodes if isinstance(event, WaitingFor) else ()
     if isinstance(event, Rebalanced):

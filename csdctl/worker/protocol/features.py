@@ -58,20 +58,8 @@ class ExtractSpec:
     """Further samples: the model is loaded once for all."""
     augmented: Augmented | None = None
     """The views that are computed of training samples in place of themselves."""
-    num_checked: Count = 0
-    """Compute nothing that is missing: compute so many of the stored rows again, and compare them; 0: no."""
     num_plain: Count = 0
     """The last sources, of validation samples, are never augmented: how many these are."""
-
-
-@dataclass(frozen=True)
-class Recomputed:
-    """Stored rows compared with what the machine computes of the same samples now."""
-
-    num_rows: Count
-    """0: none is stored."""
-    difference: Annotated[float, Between(0, 1e38)]
-    """The largest, relative to the largest stored value."""
 
 
 @dataclass(frozen=True)
@@ -80,8 +68,6 @@ class Extracted:
 
     parts: tuple[DatasetInfo, ...]
     num_computed: Count
-    checked: Recomputed | None = None
-    """If that was asked for; then there are no parts."""
 
 
 @dataclass(frozen=True)

@@ -27,11 +27,12 @@ from csdctl.worker.engine.load import hash_arrays, load_engine, load_info
 from csdctl.worker.engine.step import StepEngine, StepInfo
 from csdctl.worker.group.communicator import Communicator
 from csdctl.worker.process.errors import WorkerError
+from csdctl.worker.protocol.datasets import DatasetInfo
 from csdctl.worker.protocol.events import Joined, Misbehaved
-from csdctl.worker.protocol.json_codec import ProtocolError, Sha256
+from csdctl.worker.protocol.json_codec import ProtocolError, Sha256, from_dict
 from csdctl.worker.protocol.orders import Begin, OpenHub, Order, Ping, Probe, Stop, TakeSteps, order_from_line
 from csdctl.worker.protocol.recipe import BF16
-from csdctl.worker.protocol.run_spec import CompiledStep, RankSpec, RunSpec
+from csdctl.worker.protocol.run_spec import ELEMENT_SPEC, CompiledStep, RankSpec, RunSpec
 from csdctl.worker.tasks.progress import Reporter, RunProgress, hash_state, pack
 
 GROWTH_LIMIT = 2
@@ -255,6 +256,8 @@ class ModelTask(Task):
         """Load data and model, trace the graphs and reach full speed. The weights stay as they were."""
         self.reader = self.open_reader()
         self.step = self._load_step()
+        if isinstance(self.reader, SyntheticReader):  # how many indices the model has is known now
+            self.reader.num_indices = self.step.info.num_indices
         self.step.micro_batch_size = self.me.micro_batch_size
         self.layout = self.summed.layout
         self.reporter.metrics = self.step.metrics
@@ -269,8 +272,16 @@ class ModelTask(Task):
     def restore(self) -> None:
         """Load the state of an earlier process of this run, if the task saves its state."""
 
+    @property
+    def element_spec(self) -> DatasetInfo:
+        """The form of the random samples of a task without data."""
+        form: DatasetInfo = from_dict(DatasetInfo, self.spec.task.arguments[ELEMENT_SPEC])
+        return form
+
     def open_reader(self) -> EpochReader | SyntheticReader:
-        """Return the reader of this rank's samples."""
+        """Return the reader of this rank's samples, or of random ones if the task's arguments have a form."""
+        if ELEMENT_SPEC in self.spec.task.arguments:
+            return SyntheticReader(self.element_spec, self.me.rank)
         return EpochReader(self.spec, self.me.rank, self.to_features if self.spec.head else None)
 
     def example(self, count: int) -> tuple[Array, Array]:

@@ -14,18 +14,13 @@ from functools import partial
 import numpy as np
 
 from csdctl.worker.data.arrays import Array
-from csdctl.worker.data.prepared import SyntheticReader
 from csdctl.worker.data.schedule import OwnSamples
-from csdctl.worker.engine.step import StepEngine
 from csdctl.worker.engine.tensorflow_c import OUT_OF_MEMORY, TensorFlowError
 from csdctl.worker.group.communicator import Communicator
 from csdctl.worker.process.machine import measure_time, peak_memory_bytes
-from csdctl.worker.protocol.datasets import DatasetInfo
 from csdctl.worker.protocol.events import STOPPED, Probed, SumTimed
-from csdctl.worker.protocol.json_codec import from_dict
 from csdctl.worker.protocol.orders import Probe, TakeSteps, order_from_line, order_to_line
 from csdctl.worker.protocol.probe import ProbeRequest
-from csdctl.worker.protocol.run_spec import ELEMENT_SPEC
 from csdctl.worker.tasks.progress import EpochTotals
 from csdctl.worker.tasks.split import Split
 from csdctl.worker.tasks.task import Task
@@ -38,19 +33,9 @@ POLL_S = 0.05
 class Trial(Train):
     """Measures on random samples of the form in the task's argument `element_spec`."""
 
-    reader: SyntheticReader
     values: Sequence[Array] = ()
     """None: the weights of a trial are not trained, and differ between ranks after probes."""
     finish = Task.finish
-
-    def open_reader(self) -> SyntheticReader:
-        """Return a reader of random samples. How many indices the model has is known once it is loaded."""
-        return SyntheticReader(from_dict(DatasetInfo, self.spec.task.arguments[ELEMENT_SPEC]), self.me.rank)
-
-    def _load_step(self) -> StepEngine:
-        step = super()._load_step()
-        self.reader.num_indices = step.info.num_indices
-        return step
 
     def run(self, communicator: Communicator) -> str:
         """Carry out the orders until `Stop`."""

@@ -348,7 +348,7 @@ def extract_on(
     """Have a machine run a model over samples. Raises RemoteCommandError for another number of data sets."""
     call = partial(call_machine, space, machine, worker, on_progress=note, doing=doing)
     extracted = call("extract", spec, Extracted)
-    expected = 0 if spec.num_checked else 1 + len(spec.more_sources)
+    expected = 1 + len(spec.more_sources)
     if len(extracted.parts) != expected:
         problem = f"{doing}: received {len(extracted.parts)} data sets, expected {expected}"
         raise RemoteCommandError(problem, node=machine)

@@ -21,6 +21,7 @@ from csdctl.runs.directory import RunDirectory
 from csdctl.shipping.store import StoredFile
 from csdctl.tuning.plan import DATA_PARALLEL, SPLIT, Plan, RankPlan
 from csdctl.worker.protocol import run_spec
+from csdctl.worker.protocol.datasets import DatasetInfo
 from csdctl.worker.protocol.recipe import Recipe
 from csdctl.worker.protocol.run_spec import DatasetSlice, RankSpec, RunSpec
 from csdctl.workflows.data.compile import ModelCompiler
@@ -140,6 +141,34 @@ def read_plan(
         shards=shards,
         public=whole(prepared.public),
         validation=whole(prepared.validation) if prepared.validation else None,
+    )
+
+
+def resolve_random_run(
+    ranks: Sequence[RankPlan], context: RunContext, model: RunModel, task: str, element_spec: DatasetInfo
+) -> ResolvedRun:
+    """Return a run whose ranks take random samples of this form. It reads no data."""
+    specs = [
+        RankSpec(
+            number,
+            rank.node,
+            rank.batch_size,
+            rank.runtime,
+            private=None,
+            public=None,
+            num_private=int(rank.node in context.prepared.private),
+            num_public=0,
+            max_batch_size=rank.max_batch_size,
+            micro_batch_size=rank.micro_batch_size,
+        )
+        for number, rank in enumerate(ranks)
+    ]
+    return ResolvedRun(
+        context,
+        RunData(with_servers(specs, context.space.fleet)),
+        model,
+        run_spec.TaskSpec(task, {run_spec.ELEMENT_SPEC: asdict(element_spec)}),
+        context.prepared.recipe,
     )
 
 

@@ -25,14 +25,7 @@ from csdctl.tuning.plan import DATA_PARALLEL, FEATURES, SPLIT, Plan
 from csdctl.worker.protocol import features as protocol
 from csdctl.worker.protocol import run_spec
 from csdctl.worker.protocol.datasets import DatasetInfo, PrepareProgress, equals
-from csdctl.worker.protocol.features import (
-    FEATURE_STORE,
-    FLOAT16,
-    FLOAT32,
-    Extracted,
-    GatheredPart,
-    Recomputed,
-)
+from csdctl.worker.protocol.features import FEATURE_STORE, FLOAT16, FLOAT32, Extracted, GatheredPart
 from csdctl.worker.protocol.model_info import CutInfo, FeatureInfo, ModelInfo
 from csdctl.worker.protocol.run_spec import DatasetSlice, RankSpec, RunSpec, SplitSpec
 from csdctl.workflows.data.compile import as_prefix, files_of
@@ -46,8 +39,6 @@ from csdctl.workflows.workspace.workspace import call_machine
 COMPUTING, FETCHING, GATHERING = "computing features", "fetching features", "gathering features"
 MAX_HEADER_BYTES = 1 << 16
 """The longest header of a .npy file with features."""
-NUM_CHECKED_ROWS = 256
-"""Stored features of a machine that `verify` computes again."""
 
 
 def _other_strategy() -> str:
@@ -79,20 +70,13 @@ class Strategy:
         model = context.compiler.step(is_wide=True) if is_verification else context.prepared.model
         return RunModel(model, model)
 
-    def compute(
-        self, data: RunData, model: RunModel, context: RunContext, *, is_verification: bool = False
-    ) -> tuple[RunData, dict[str, Any]]:
-        """Return what the ranks read, and what the manifest says of it. Raises PartialError.
-
-        `is_verification`: the ranks take random samples.
-        """
+    def compute(self, data: RunData, model: RunModel, context: RunContext) -> tuple[RunData, dict[str, Any]]:
+        """Return what the ranks read, and what the manifest says of it. Raises PartialError."""
         return data, {}
 
-    def recompute_stored(
-        self, data: RunData, model: RunModel, context: RunContext
-    ) -> Mapping[str, Recomputed]:
-        """Return, by machine, how results that are stored there compare with what it computes now."""
-        return {}
+    def element_spec(self, prepared: Prepared) -> DatasetInfo:
+        """Return the form of the samples that the ranks take."""
+        return prepared.public.element_spec
 
 
 @dataclass
@@ -223,17 +207,8 @@ class FeatureStrategy(Strategy):
         files = (prepared.worker, *files_of(frozen, has_views=has_views))
         return RunModel(head, replace(head, info=model.info), head=head_spec, prefix_files=files)
 
-    def compute(
-        self, data: RunData, model: RunModel, context: RunContext, *, is_verification: bool = False
-    ) -> tuple[RunData, dict[str, Any]]:
-        """Return the features of all samples, which each machine computes. Raises PartialError.
-
-        In a verification, each rank computes the features of its random samples itself.
-        """
-        if is_verification:
-            names, files = context.space.fleet.machines, model.prefix_files
-            shards = {name: (*data.shards.get(name, ()), *files) for name in names}
-            return replace(data, shards=shards), {}
+    def compute(self, data: RunData, model: RunModel, context: RunContext) -> tuple[RunData, dict[str, Any]]:
+        """Return the features of all samples, which each machine computes. Raises PartialError."""
         data, computed = compute_features(data, model, context)
         if self._gathered is None:
             context.events.say(computed.describe())
@@ -241,13 +216,10 @@ class FeatureStrategy(Strategy):
         del described["num_samples"]
         return replace(data, shards={}), described
 
-    def recompute_stored(self, data: RunData, model: RunModel, context: RunContext) -> dict[str, Recomputed]:
-        """Compute some of the stored features of each machine there again, and compare them.
-
-        Raises InputError if the model has no frozen part, and PartialError naming the machines that failed.
-        """
-        machines = _prepare_machines(data, self.divide(context), context, EventStream(), lambda *_: None)
-        return values_or_raise(run_on_all(machines, _Machine.recompute), "computing stored features again")
+    def element_spec(self, prepared: Prepared) -> DatasetInfo:
+        """Return the form of features, in which a size that the model leaves open is 8."""
+        shape = tuple(size or 8 for size in find_features(prepared).shape)
+        return replace(prepared.public.element_spec, sample_shape=shape, dtype=FLOAT32, max_values={})
 
 
 def choose_strategy(options: TrainOptions, plan: Plan) -> Strategy:
@@ -367,7 +339,7 @@ class _Machine:
 
     def extract(self) -> tuple[RankSpec, DatasetSlice | None]:
         samples = self._samples()
-        extracted = self._call(samples, 0) if samples else Extracted((), 0)
+        extracted = self._call(samples) if samples else Extracted((), 0)
         features: dict[str, Any] = {}
         for info, (name, (_, count, num_views)) in zip(extracted.parts, samples.items(), strict=True):
             self._check(info, count * num_views)
@@ -376,14 +348,6 @@ class _Machine:
         self.num_computed = min(extracted.num_computed, self.num_samples)
         validation = features.pop("validation", None)
         return replace(self.rank, **features), validation
-
-    def recompute(self) -> Recomputed:
-        if not (samples := self._samples()):
-            return Recomputed(0, 0.0)
-        checked = self._call(samples, NUM_CHECKED_ROWS).checked
-        if checked is None:
-            raise RemoteCommandError(f"{COMPUTING}: received no comparison", node=self.rank.node)
-        return checked
 
     def _samples(self) -> dict[str, tuple[DatasetSlice, int, int]]:
         """Return private, public and validation samples, with their number and the views of each."""
@@ -401,7 +365,7 @@ class _Machine:
             if source is not None
         }
 
-    def _call(self, samples: Mapping[str, tuple[DatasetSlice, int, int]], num_checked: int) -> Extracted:
+    def _call(self, samples: Mapping[str, tuple[DatasetSlice, int, int]]) -> Extracted:
         prepared, recipe = self.context.prepared, self.context.prepared.recipe
         first, *more = (source for source, _, _ in samples.values())
         spec = protocol.ExtractSpec(
@@ -411,7 +375,6 @@ class _Machine:
             self.rank.runtime,
             more_sources=tuple(more),
             augmented=protocol.Augmented(recipe.augment, recipe.seed, recipe.views) if recipe.views else None,
-            num_checked=num_checked,
             num_plain=int(self.validation is not None),
         )
         call = self.context.space, self.rank.node, prepared.worker, spec, self.note

@@ -146,28 +146,21 @@ def _examine(
 
 
 def resolve_run(
-    ranks: Sequence[RankPlan],
-    strategy: Strategy,
-    context: RunContext,
-    placed: Sequence[Placed] | None = None,
-    *,
-    is_verification: bool = False,
+    ranks: Sequence[RankPlan], strategy: Strategy, context: RunContext, placed: Sequence[Placed] | None = None
 ) -> ResolvedRun:
-    """Return what the ranks of a plan read and compute with a strategy, or for its verification.
+    """Return what the ranks of a plan read and compute with a strategy.
 
     `placed`: the shards, if they are decided already. Raises InputError when fleet, data or model does not
     allow it, and PartialError naming the machines that failed.
     """
-    model = strategy.divide(context, is_verification=is_verification)  # refuses a job before shards are cut
+    model = strategy.divide(context)  # refuses a job before shards are cut
     data = specs.read_plan(ranks, context, placed)
-    if is_verification:
-        data = replace(data, validation=None)
-    data, features = strategy.compute(data, model, context, is_verification=is_verification)
+    data, features = strategy.compute(data, model, context)
     return ResolvedRun(
         context,
         data,
         model,
-        task=TaskSpec(strategy.verification_task if is_verification else strategy.training_task),
+        task=TaskSpec(strategy.training_task),
         recipe=context.prepared.recipe,
         is_balanced=strategy.is_balanced,
         features=features,

@@ -1,33 +1,31 @@
-"""`verify`: one step of all ranks, compared with the same step in one process, and what the numbers show."""
+"""`verify`: one step of all ranks, compared with the step that Keras takes, and what the numbers show."""
 
-import dataclasses
 import math
 import shutil
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from csdctl.errors import InputError, RunError, option
 from csdctl.fleet.names import format_node_names
 from csdctl.launch.mpirun import find_mpirun
 from csdctl.runs.directory import ProjectDirectory
 from csdctl.tuning.plan import Plan
-from csdctl.worker.protocol.events import MIN_SHARPNESS, Verified
-from csdctl.worker.protocol.features import FLOAT16, FLOAT32, Recomputed
+from csdctl.worker.protocol.events import Verified
 from csdctl.workflows.data.prepare import prepare_in
 from csdctl.workflows.train.plan import build_equal_plan, load_fitting_plan
 from csdctl.workflows.train.request import TrainOptions, TrainRequest
 from csdctl.workflows.train.run import run_ranks
-from csdctl.workflows.train.spec import RunContext, build_spec
+from csdctl.workflows.train.spec import RunContext, build_spec, resolve_random_run
 from csdctl.workflows.train.strategies import choose_strategy
-from csdctl.workflows.train.train import resolve_run
 from csdctl.workflows.workspace.event_stream import EventStream
 from csdctl.workflows.workspace.workspace import open_workspace
 
 NEAR = 8.0
-"""Results that differ by so many spreads are as near as one process is to itself: a spread is the largest of
-a few random draws."""
-FEATURE_TOLERANCE = 1e-5
-"""Maximum difference of the features of one sample, computed twice."""
+"""Results that differ by so many spreads are as near as Keras is to itself: a spread is the largest of a few
+random draws."""
+MIN_SHARPNESS = 100.0
+"""One sample's effect over the spread, from which on a difference is judged: ten times the spread is
+tolerated then, and one sample is ten times as much."""
 
 
 @dataclass(frozen=True)
@@ -41,13 +39,15 @@ class Judgement:
 
 def judge(verified: Verified, nodes: Sequence[str]) -> Judgement:
     """Return what the numbers of rank 0 show. `nodes`: the machine of every rank."""
-    # Draws of one rank may miss what rounding does to the gradient of another.
-    widest = max(rank.spread for rank in verified.of_ranks)
-    wide = [dataclasses.replace(rank, spread=widest) for rank in verified.of_ranks]
-    ranks = [wider if wider.is_sharp else rank for wider, rank in zip(wide, verified.of_ranks, strict=True)]
-    numbers = [number for rank in ranks for number in (rank.difference, rank.spread, rank.one_sample)]
-    if not all(map(math.isfinite, [verified.sum_difference, *numbers])):
-        return _judge_not_finite(verified, nodes)
+    differences, spread, one_sample = verified.differences, verified.spread, verified.one_sample
+    if not all(map(math.isfinite, [verified.sum_difference, *differences, spread, one_sample])):
+        wrong = [node for node, one in zip(nodes, differences, strict=True) if not math.isfinite(one)]
+        where = f"on {format_node_names(wrong)} " if wrong else ""
+        remedy = "check the initial weights and data.input_range"
+        if verified.dtype == "float16":
+            remedy = "use mixed_bfloat16 instead of mixed_float16"
+        text = f"inconclusive: the gradient of random samples {where}is 0 or not finite in {verified.dtype}"
+        return Judgement(False, text, remedy)
     if verified.sum_difference > verified.sum_rounding:
         return Judgement(
             False,
@@ -55,70 +55,37 @@ def judge(verified: Verified, nodes: Sequence[str]) -> Judgement:
             f"{verified.sum_difference:.1e} of its terms, and rounding explains {verified.sum_rounding:.1e}",
             "the sum is at fault: please report it, with `csdctl discover`",
         )
-    if wrong := [at for at, rank in enumerate(ranks) if rank.is_sharp and rank.difference > rank.tolerance]:
-        worst = max((verified.of_ranks[at] for at in wrong), key=lambda rank: rank.difference)
+    is_sharp, most = one_sample >= MIN_SHARPNESS * spread, max(differences)
+    # As many times above the spread as it is below the effect of one sample.
+    tolerance = math.sqrt(spread * one_sample)
+    if is_sharp and most > tolerance:
+        wrong = [node for node, difference in zip(nodes, differences, strict=True) if difference > tolerance]
         return Judgement(
             False,
-            f"{_names(nodes, wrong)}: the gradient differs by {worst.difference:.1e} from the host's for the "
-            f"same samples; rounding explains {worst.spread:.1e}, one sample makes {worst.one_sample:.1e}",
+            f"{format_node_names(wrong)}: the gradient differs by {most:.1e} from Keras' for the same "
+            f"samples; rounding explains {spread:.1e}, one sample makes {one_sample:.1e}",
             "compare software and processor with the host's: `csdctl discover --verbose`; if they are equal, "
             "check that machine's memory, or try another number of threads in the plan",
         )
-    if hidden := [at for at, rank in enumerate(ranks) if not rank.is_conclusive]:
-        return _judge_hidden(verified, nodes, hidden)
-    one_batch = verified.one_batch
-    if one_batch and not one_batch.difference <= one_batch.tolerance:
+    # Without sharpness, the differences must be far below the effect of one sample.
+    if not (is_sharp or 0 < one_sample >= MIN_SHARPNESS**2 * most):
+        cause = (
+            f"rounding in {verified.compared_in} moves the gradient by {spread:.1e}, one sample by "
+            f"{one_sample:.1e}; {MIN_SHARPNESS:g} times as much is needed"
+        )
         return Judgement(
             False,
-            f"the gradient of one batch of all samples differs from that of the ranks' batches "
-            f"by {one_batch.difference:.1e}, rounding explains {one_batch.spread:.1e}",
-            "a layer or the loss compares the samples of a batch with each other: the gradient depends on "
-            "how samples are divided among the ranks",
+            f"inconclusive: {cause if one_sample else 'another sample has the same gradient'}",
+            "check the initial weights: with these, the gradient of random samples is lost in rounding, or "
+            "does not depend on the samples",
         )
-    most = max(
-        [*ranks, *filter(None, [one_batch])], key=lambda compared: compared.difference / compared.spread
-    )
-    spreads = most.difference / most.spread
-    if spreads <= NEAR:
+    if most <= NEAR * spread:
         return Judgement(True, f"equal: within the rounding of {verified.compared_in}")
     return Judgement(
         True,
-        f"equal up to rounding: {spreads:.0f} times the rounding of "
-        f"{verified.compared_in}; one sample makes {most.one_sample / most.difference:.0f} times as much",
+        f"equal up to rounding: {most / spread:.0f} times the rounding of {verified.compared_in}; "
+        f"one sample makes {one_sample / most:.0f} times as much",
     )
-
-
-def _judge_not_finite(verified: Verified, nodes: Sequence[str]) -> Judgement:
-    wrong = [at for at, rank in enumerate(verified.of_ranks) if not math.isfinite(rank.difference)]
-    where = f"on {_names(nodes, wrong)} " if wrong else ""
-    is_half = verified.dtype == "float16"
-    return Judgement(
-        False,
-        f"inconclusive: the gradient of random samples {where}is 0 or not finite in {verified.dtype}",
-        "use mixed_bfloat16 instead of mixed_float16"
-        if is_half
-        else "check the initial weights and data.input_range",
-    )
-
-
-def _judge_hidden(verified: Verified, nodes: Sequence[str], hidden: Sequence[int]) -> Judgement:
-    worst = min((verified.of_ranks[at] for at in hidden), key=lambda rank: rank.one_sample)
-    cause = (
-        f"rounding in {verified.compared_in} moves the gradient by {worst.spread:.1e}, one sample by "
-        f"{worst.one_sample:.1e}; {MIN_SHARPNESS:g} times as much is needed"
-    )
-    if worst.one_sample == 0:
-        cause = "another sample has the same gradient"
-    return Judgement(
-        False,
-        f"inconclusive for {_names(nodes, hidden)}: {cause}",
-        "check the initial weights: with these, the gradient of random samples is lost in rounding, or does "
-        "not depend on the samples",
-    )
-
-
-def _names(nodes: Sequence[str], positions: Sequence[int]) -> str:
-    return format_node_names([nodes[at] for at in positions])
 
 
 @dataclass(frozen=True)
@@ -127,10 +94,6 @@ class Verification:
 
     nodes: tuple[str, ...]
     result: Verified
-    features: Mapping[str, Recomputed] = field(default_factory=dict)
-    """Stored features compared with features computed now, by machine."""
-    precision: str = FLOAT32
-    """The type that features are stored in."""
 
     @property
     def verdict(self) -> Judgement:
@@ -138,16 +101,7 @@ class Verification:
         return judge(self.result, self.nodes)
 
     def check(self) -> None:
-        """Raise RunError if a machine has stored other features than it computes now, or ranks differ."""
-        # Values that differ by a rounding of float32 may be neighbours in float16.
-        tolerance = 2**-10 if self.precision == FLOAT16 else FEATURE_TOLERANCE
-        for node, recomputed in self.features.items():
-            if not recomputed.difference <= tolerance:
-                raise RunError(
-                    f"its stored features differ by {recomputed.difference:.1e} from recomputed ones",
-                    node=node,
-                    remedy="remove them: `csdctl clean --computed`; check for failing memory or disks there",
-                )
+        """Raise RunError if ranks differ from Keras."""
         if not self.verdict.is_equal:
             raise RunError(self.verdict.text, remedy=self.verdict.remedy)
 
@@ -175,25 +129,23 @@ def run_verification(request: TrainRequest, events: EventStream) -> Verification
         events.say(f"starting {len(plan.ranks)} ranks")
         if job.noise:
             events.say("compared without clipping and noise: the samples are random, and none is private")
-        return verify(plan, RunContext(job, prepared, space, events), request.options)
+        return _verify(plan, RunContext(job, prepared, space, events), request.options)
 
 
-def verify(plan: Plan, context: RunContext, options: TrainOptions) -> Verification:
-    """Run one step of all ranks. Return how it compares with one process. Raises what `train` raises."""
-    run = context.space.project.new_scratch()
+def _verify(plan: Plan, context: RunContext, options: TrainOptions) -> Verification:
     strategy = choose_strategy(options, plan)
-    resolved = resolve_run(plan.ranks, strategy, context, is_verification=True)
-    recomputed = strategy.recompute_stored(resolved.data, resolved.model, context)
-    spec = build_spec(resolved, run, TrainOptions())
+    run, model = context.space.project.new_scratch(), strategy.divide(context, is_verification=True)
+    form = strategy.element_spec(context.prepared)
+    resolved = resolve_random_run(plan.ranks, context, model, strategy.verification_task, form)
     results: list[Verified] = []
 
     def record(event: object) -> None:
         if isinstance(event, Verified):
             results.append(event)
 
+    spec = build_spec(resolved, run, TrainOptions())
     run_ranks(resolved, spec, run, TrainOptions(), EventStream((record,)))
     shutil.rmtree(run.path, ignore_errors=True)
     if not results:
         raise RunError("the ranks ended without a comparison")
-    nodes = tuple(rank.node for rank in plan.ranks)
-    return Verification(nodes, results[0], recomputed, options.feature_precision)
+    return Verification(tuple(rank.node for rank in plan.ranks), results[0])

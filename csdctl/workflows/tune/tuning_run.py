@@ -16,7 +16,7 @@ import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 from csdctl.errors import NodeError, RunError
@@ -30,11 +30,11 @@ from csdctl.tuning.plan import RankPlan
 from csdctl.worker.protocol.events import EpochEnd, Event, Joined, Probed, SumTimed
 from csdctl.worker.protocol.orders import Order, Probe, Stop, TakeSteps, TrialShard
 from csdctl.worker.protocol.probe import ProbeRequest
-from csdctl.worker.protocol.run_spec import ELEMENT_SPEC, TRIAL, TRIAL_SPLIT, RankSpec, TaskSpec
+from csdctl.worker.protocol.run_spec import TRIAL, TRIAL_SPLIT
 from csdctl.workflows.train import spec as specs
 from csdctl.workflows.train.request import TrainOptions
 from csdctl.workflows.train.run import run_ranks
-from csdctl.workflows.train.spec import ResolvedRun, RunContext, RunData, RunModel
+from csdctl.workflows.train.spec import ResolvedRun, RunContext, RunModel
 from csdctl.workflows.train.strategies import cut_model
 from csdctl.workflows.workspace.event_stream import EventStream
 
@@ -163,21 +163,6 @@ class TuningRun:
     def _resolve(self, cut: str) -> ResolvedRun:
         """Return a run of random samples, in which nothing is learned, saved or balanced."""
         context, prepared = self._context, self._context.prepared
-        ranks = [
-            RankSpec(
-                number,
-                rank.node,
-                rank.batch_size,
-                rank.runtime,
-                private=None,
-                public=None,
-                num_private=int(rank.node in prepared.private),
-                num_public=0,
-                max_batch_size=rank.max_batch_size,
-                micro_batch_size=rank.micro_batch_size,
-            )
-            for number, rank in enumerate(self.ranks)
-        ]
         # Random labels teach nothing: a learning rate of 0 keeps the weights, and keeps them finite.
         recipe = replace(
             prepared.recipe,
@@ -187,14 +172,9 @@ class TuningRun:
             early_stopping=None,
             reduce_on_plateau=None,
         )
-        element_spec = asdict(prepared.public.element_spec)
-        return ResolvedRun(
-            context,
-            RunData(specs.with_servers(ranks, context.space.fleet)),
-            cut_model(context, cut) if cut else RunModel(prepared.model, prepared.model),
-            task=TaskSpec(TRIAL_SPLIT if cut else TRIAL, {ELEMENT_SPEC: element_spec}),
-            recipe=recipe,
-        )
+        model = cut_model(context, cut) if cut else RunModel(prepared.model, prepared.model)
+        task, form = TRIAL_SPLIT if cut else TRIAL, prepared.public.element_spec
+        return replace(specs.resolve_random_run(self.ranks, context, model, task, form), recipe=recipe)
 
 
 def run_trial(

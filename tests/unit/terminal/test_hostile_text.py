@@ -35,15 +35,7 @@ from csdctl.transport.meter import TrafficClass
 from csdctl.tuning.measurements import ProbeOutcome
 from csdctl.tuning.plan import Plan, RankPlan, StrategyPlan
 from csdctl.worker.protocol.datasets import PrepareProgress
-from csdctl.worker.protocol.events import (
-    Compared,
-    Joined,
-    NodeBack,
-    NodeLost,
-    Rebalanced,
-    Verified,
-    WaitingFor,
-)
+from csdctl.worker.protocol.events import Joined, NodeBack, NodeLost, Rebalanced, Verified, WaitingFor
 from csdctl.workflows.discovery.discover import DiscoverResult, ShownKey
 from csdctl.workflows.forecast.forecast import ForecastRequest, forecast
 from csdctl.workflows.preflight.examination import Examination
@@ -159,9 +151,8 @@ def show_keys(console: PrintableConsole) -> None:
 
 
 def show_verification(console: PrintableConsole) -> None:
-    ranks = (Compared(1e-7, 1e-7, 0.1),) * 2
     sums = HOSTILE, 1e-7, 1e-7, f"{HOSTILE}2"
-    verified = Verified(0, HOSTILE, 16, (8, 8), *sums, ranks, None, (HOSTILE,), HOSTILE)
+    verified = Verified(0, HOSTILE, (8, 8), *sums, (1e-7,) * 2, 1e-7, 0.1, HOSTILE)
     verification = Verification((HOSTILE, f"{HOSTILE}2"), verified)
     show_verified(streams_of(console), verification, emulated=False)
 

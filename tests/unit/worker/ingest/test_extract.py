@@ -28,7 +28,6 @@ from csdctl.worker.protocol.features import (
     Gathered,
     GatheredPart,
     GatherSpec,
-    Recomputed,
     ResultRule,
     SendSpec,
 )
@@ -48,13 +47,6 @@ from tests.unit.worker.ingest.prepared_data import (
 
 NUM_VIEWS = 3
 CLASSES, ALL = (ResultRule("", SOFTMAX),), (ResultRule("", VALUES),)
-
-
-def recomputed(spec: ExtractSpec, num_rows: int = 1000) -> Recomputed:
-    found = extract(replace(spec, num_checked=num_rows))
-    assert found.parts == ()
-    assert found.checked is not None
-    return found.checked
 
 
 def of_another_model(rows: Path, spec: ExtractSpec) -> None:
@@ -243,27 +235,6 @@ class TestViews:
         whole = extract(replace(wanted, store=str(tmp_path / "other")))
         assert again.parts[0].images_sha256 == whole.parts[0].images_sha256
 
-    @pytest.mark.parametrize("num_rows", [1, 1000])
-    def test_stored_rows_are_computed_again_bit_by_bit(self, spec: ExtractSpec, num_rows: int) -> None:
-        """Also those in the last batch, which is not full, and those of later views."""
-        assert recomputed(spec) == Recomputed(0, 0.0)
-        assert not Path(spec.store).exists()
-        for wanted in (spec, self.views(spec)):
-            extract(wanted)
-            found = recomputed(wanted, num_rows)
-            assert found.difference == 0
-            assert found.num_rows >= min(num_rows, 32)
-        assert (found.num_rows == NUM_VIEWS * NUM_SAMPLES) is (num_rows == 1000)
-
-    def test_stored_rows_of_a_faulty_machine_are_found(self, spec: ExtractSpec) -> None:
-        """Its files have the hashes that were stored: what was computed was wrong."""
-        info = extract(spec).parts[0]
-        rows, file = stored(info), Path(info.path, "images.npy")
-        rows[NUM_SAMPLES - 1, 0] += 0.25 * np.abs(rows).max()
-        np.save(file, rows)
-        Path(info.path, "dataset.json").write_text(to_json(replace(info, images_sha256=sha256(file))))
-        assert recomputed(spec).difference > 0.1
-
 
 SEED, ENDS = 7, (0, 25, 26, 26, NUM_SAMPLES)
 """Where the shards of four machines begin and end; one has no samples."""
@@ -380,7 +351,7 @@ def test_rows_are_found_wherever_files_are() -> None:
         replace(SPEC, store="elsewhere", runtime=Runtime(8)),
         replace(SPEC, prefix=replace(PREFIX, architecture="/elsewhere/model.json")),
         replace(SPEC, augmented=replace(VIEWS, augment="/elsewhere/functions.py:scale")),
-        replace(SPEC, more_sources=(SOURCE,), num_checked=64, num_plain=1),
+        replace(SPEC, more_sources=(SOURCE,), num_plain=1),
     ):
         assert fingerprint_of(same) == fingerprint_of(SPEC)
 

@@ -51,9 +51,7 @@ VALUES = [
 ]
 PROGRESS = events.Progress(0, "host", 1, 2, 3, 96, 0.5, 0.25, 0.8, 128, 2.5, 0.1)
 VERIFIED = events.Verified(
-    *(0, "host", 20, (16, 4), "bfloat16", 6e-8, 1.2e-7, "float32"),
-    (events.Compared(0.0, 3e-7, 0.2), events.Compared(1e-7, 4e-7, 0.5)),
-    *(events.Compared(1e-7, 4e-7, 0.02), ("random numbers in dropout",), "hash"),
+    *(0, "host", (16, 4), "bfloat16", 6e-8, 1.2e-7, "float32", (0.0, 1e-7), 3e-7, 0.2, "hash")
 )
 EVENT_EXAMPLES = [
     events.SumTimed(0, "host", (0, 1, 2), 1 << 20, 0.0035),
@@ -317,11 +315,10 @@ def test_event_must_be_of_a_rank_of_the_run_and_its_node() -> None:
 
 
 def test_verification_has_a_result_for_every_rank() -> None:
-    compared = events.Compared(0.0, 1e-7, 0.1)
     sums = ("float32", 0.0, 1e-7, "float32")
-    verified = events.Verified(0, "host", 24, (8, 8, 8), *sums, (compared,) * 3, None, (), "")
+    verified = events.Verified(0, "host", (8, 8, 8), *sums, (0.0,) * 3, 1e-7, 0.1, "")
     events.check_event(verified, NODES)
-    for wrong in ({"batch_sizes": (8, 8)}, {"of_ranks": (compared,) * 2}):
+    for wrong in ({"batch_sizes": (8, 8)}, {"differences": (0.0,) * 2}):
         with pytest.raises(ProtocolError, match="expected results of 3 ranks"):
             events.check_event(dataclasses.replace(verified, **wrong), NODES)
 

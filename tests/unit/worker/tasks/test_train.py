@@ -16,6 +16,7 @@ from csdctl.runs.directory import ProjectDirectory
 from csdctl.worker.compute.backend import load_backend
 from csdctl.worker.compute.model import save_model
 from csdctl.worker.compute.recipe import compile_model
+from csdctl.worker.data.prepared import SyntheticReader
 from csdctl.worker.engine.layout import Sums
 from csdctl.worker.engine.load import hash_arrays
 from csdctl.worker.group.communicator import Communicator
@@ -40,15 +41,7 @@ from csdctl.worker.tasks.task import FINISHED, TaskContext
 from csdctl.worker.tasks.train import DIVERGED, LAST_GOOD, Train
 from csdctl.workflows.train.resume import load_spec
 from tests.unit.worker.compute.built_models import Step
-from tests.unit.worker.tasks.verified_models import (
-    NUMBERS,
-    SQUARES,
-    TABLE,
-    Row,
-    RowReader,
-    make_step,
-    specs_of,
-)
+from tests.unit.worker.tasks.verified_models import NUMBERS, SQUARES, TABLE, Row, make_step, specs_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # of Keras
 
@@ -66,7 +59,11 @@ def dense(keras: Any) -> Any:
 ROW = Row(dense, TABLE, NUMBERS, SQUARES)
 
 
-INFO: Any = SimpleNamespace(num_indices=None, output_sizes=(1,))
+class RowReader(SyntheticReader):
+    """Has samples for other ranks, too."""
+
+    def pack_reassigned(self, spans: Any) -> bytes:
+        return b""
 
 
 class RandomTrain(Train):
@@ -75,7 +72,7 @@ class RandomTrain(Train):
     loaded: Any
 
     def open_reader(self) -> Any:
-        return RowReader(ROW, INFO)
+        return RowReader(ROW.form, 0)
 
     def _load_step(self) -> Any:
         return self.loaded
@@ -583,7 +580,7 @@ class PrivateTrain(Train):
     """One rank alone, which loads its model itself."""
 
     def open_reader(self) -> Any:
-        return PrivateReader(ROW, INFO)
+        return PrivateReader(ROW.form, 0)
 
     def _load_step(self) -> Step:
         keras = load_backend()[1]

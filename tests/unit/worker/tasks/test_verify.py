@@ -1,12 +1,9 @@
-"""`verify` over models of all kinds × engines that are right, and that are wrong on purpose.
-
-The other ranks' vectors come from a process with other threads and kernels, as from other machines.
-"""
+"""`verify` over models of all kinds × engines that are right, and that are wrong on purpose."""
 
 import dataclasses
-import sys
+import json
+import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,104 +11,72 @@ import pytest
 
 from csdctl.worker.compute.backend import load_backend
 from csdctl.worker.compute.keras_step import KerasStep
+from csdctl.worker.engine.load import hash_arrays
+from csdctl.worker.engine.step import ROUNDOFFS
 from csdctl.worker.group.communicator import Communicator
 from csdctl.worker.group.values import RankLostError, decode_value, encode_value
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.events import Verified, event_from_line
-from csdctl.worker.protocol.run_spec import RankSpec, RunSpec
+from csdctl.worker.protocol.json_codec import to_json
+from csdctl.worker.protocol.run_spec import ELEMENT_SPEC, VERIFY, RunSpec, TaskSpec
 from csdctl.worker.tasks.progress import Reporter, RunProgress
 from csdctl.worker.tasks.task import TaskContext
-from csdctl.worker.tasks.verify import MAX_SAMPLES, Reference, Verify, draw_samples
-from csdctl.workflows.train.verify import Judgement, judge
-from tests.patience import run_command
-from tests.unit.worker.compute.built_models import Step
-from tests.unit.worker.tasks.verified_models import (
-    ROWS,
-    SEED,
-    SIZES,
-    WRONG,
-    Row,
-    RowReader,
-    make_step,
-    specs_of,
+from csdctl.worker.tasks.verify import (
+    MAX_MOVE,
+    MAX_SAMPLES,
+    Reference,
+    Verify,
+    choose_sizes,
+    measure_sum,
+    move_weights,
 )
+from csdctl.workflows.train.verify import judge
+from tests.unit.worker.compute.built_models import Step
+from tests.unit.worker.tasks.verified_models import ROWS, SEED, SIZES, Row, make_step, specs_of
 
 pytestmark = [
     pytest.mark.first(3),
     pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),  # of Keras
 ]
 
-Vectors = dict[str, np.ndarray]
-"""What other_ranks_program.py saved for a row."""
+Vectors = list[np.ndarray]
+Change = Callable[[Vectors, dict[str, np.ndarray]], Vectors]
+"""Given the vectors of the ranks, and wrong ones of rank WRONG by name, returns what takes their place."""
 NODES = ["host", "csd0", "csd1"]
+WRONG = 1
 
 
-@dataclasses.dataclass(frozen=True)
-class Engine:
-    """How the ranks compute and add: `send` changes what the ranks computed, `add` is their sum."""
-
-    send: Callable[[list[np.ndarray], Vectors], list[np.ndarray]] = lambda sent, _: sent
-    add: Callable[[list[np.ndarray], Vectors], np.ndarray] = lambda sent, _: sum_of(sent)
+def right(vectors: Vectors, _: Any) -> Vectors:
+    return vectors
 
 
-def sum_of(vectors: list[np.ndarray]) -> np.ndarray:
-    total = np.zeros_like(vectors[0])
-    for vector in vectors:
-        total += vector
-    return total
+def plain_mean(vectors: Vectors, _: Any) -> Vectors:
+    """Every rank counts the same, whatever number of samples it has."""
+    return [vector * np.float32(11 / size) for vector, size in zip(vectors, SIZES, strict=True)]
 
 
-def plain_mean(sent: list[np.ndarray], _: Vectors) -> np.ndarray:
-    """Every rank counts the same, whatever number of samples it has. The count is right."""
-    part = sum(SIZES) / len(SIZES)
-    total = sum_of([vector * np.float32(part / size) for vector, size in zip(sent, SIZES, strict=True)])
-    total[-1] = sum(SIZES)
-    return total
+def without_rank(vectors: Vectors, _: Any) -> Vectors:
+    return [vector * np.float32(rank != WRONG) for rank, vector in enumerate(vectors)]
 
 
-def without_rank(sent: list[np.ndarray], _: Vectors) -> np.ndarray:
-    total = sum_of([vector for rank, vector in enumerate(sent) if rank != WRONG])
-    total[-1] = sum(SIZES)
-    return total
+def replaced(by: str) -> Change:
+    return lambda vectors, wrong: [
+        wrong[by] if rank == WRONG else vector for rank, vector in enumerate(vectors)
+    ]
 
 
-def replaced(by: str) -> Callable[[list[np.ndarray], Vectors], list[np.ndarray]]:
-    def change(sent: list[np.ndarray], saved: Vectors) -> list[np.ndarray]:
-        return [saved[by] if rank == WRONG else vector for rank, vector in enumerate(sent)]
-
-    return change
-
-
-def without_count(change: Callable[..., Any]) -> Callable[..., Any]:
-    """The rank says that it has as many samples as expected."""
-
-    def changed(sent: list[np.ndarray], saved: Vectors) -> list[np.ndarray]:
-        vectors = [vector.copy() for vector in change(sent, saved)]
-        vectors[WRONG][-1] = SIZES[WRONG]
-        return vectors
-
-    return changed
-
-
-def in_sum(change: Callable[..., Any]) -> Engine:
-    """The rank computes what it should, and another vector is in the sum."""
-    return Engine(add=lambda sent, saved: sum_of(change(sent, saved)))
-
-
-TWICE, MORE, STALE = replaced("one sample twice"), replaced("one sample more"), replaced("stale")
-WRONG_ENGINES = {
-    "plain mean": Engine(add=plain_mean),
-    "dropped rank": Engine(add=without_rank),
-    "stale gradient": Engine(STALE),
-    "stale gradient in the sum": in_sum(STALE),
-    "sample twice in place of another": Engine(TWICE),
-    "sample twice in place of another in the sum": in_sum(TWICE),
-    "sample twice": Engine(MORE),
-    "sample twice, counted once": Engine(without_count(MORE)),
-    "sample twice in the sum, counted once": in_sum(without_count(MORE)),
+WRONG_ENGINES: dict[str, tuple[Change, Change]] = {
+    "plain mean": (right, plain_mean),
+    "dropped rank": (right, without_rank),
+    "stale gradient": (replaced("stale"), right),
+    "stale gradient in the sum": (right, replaced("stale")),
+    "sample twice in place of another": (replaced("one sample twice"), right),
+    "sample twice in place of another in the sum": (right, replaced("one sample twice")),
+    "sample twice": (replaced("one sample more"), right),
+    "sample twice, counted once": (replaced("one sample more, counted once"), right),
 }
-"""Name → engine. A rank that computes something else sends it to rank 0, too."""
-OTHER_STATES = Engine(replaced("another rank's random states"))
+"""Name → what the ranks compute, and what is in the sum beside it."""
+OTHER_STATES = replaced("another rank's random states"), right
 """Wrong for a model that draws random numbers."""
 
 
@@ -120,24 +85,19 @@ class RanksWithVectors(Communicator):
 
     def __init__(
         self,
-        engine: Engine,
-        saved: Vectors,
+        sent: Vectors,
+        total: np.ndarray,
         num_elements: int,
         lost: tuple[int, ...] = (),
         lost_then: tuple[int, ...] = (),
     ) -> None:
         super().__init__(0, ((num_elements, 0),))
         self.members = tuple(range(len(SIZES)))
-        self._lost, self._lost_then = lost, lost_then
-        self._engine, self._saved = engine, saved
-        self._sent = engine.send([saved[f"rank {rank}"] for rank in self.members], saved)
+        self._sent, self._total, self._lost, self._lost_then = sent, total, lost, lost_then
 
     def sum(self, vector: np.ndarray, *_: Any, **__: Any) -> np.ndarray:
         self.members = tuple(rank for rank in self.members if rank not in self._lost)
-        total = np.zeros_like(vector)
-        self._sent[0] = vector[: len(self._sent[0])]
-        total[: len(self._sent[0])] = self._engine.add(self._sent, self._saved)
-        return total
+        return np.concatenate([self._total, np.zeros(len(vector) - len(self._total), np.float32)])
 
     def receive(self, rank: int, max_bytes: int, traffic_class: str) -> bytearray:
         if rank in self._lost_then:
@@ -149,22 +109,15 @@ class RanksWithVectors(Communicator):
         return dict.fromkeys(self.members, decode_value(hint, encode_value(value)))
 
 
-class RememberingReference(Reference):
-    """Measures only once: what rank 0 computes does not depend on what the others send."""
+class RememberingStep(KerasStep):
+    """Computes each vector once: what Keras computes does not depend on what the ranks send."""
 
-    def __init__(self, results: dict[Any, Any], *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self._results = results
-
-    def measure(self, rank: RankSpec) -> Any:
-        if rank.rank not in self._results:
-            self._results[rank.rank] = super().measure(rank)
-        return self._results[rank.rank]
-
-    def measure_one_batch(self) -> Any:
-        if "one batch" not in self._results:
-            self._results["one batch"] = super().measure_one_batch()
-        return self._results["one batch"]
+    def vector(self, values: Any, images: Any, labels: Any, totals: Any = ()) -> Any:
+        results = vars(self).setdefault("results", {})
+        key = self.engine.position, images.tobytes(), hash_arrays(values)
+        if key not in results:
+            results[key] = super().vector(values, images, labels, totals)
+        return results[key]
 
 
 class RowVerify(Verify):
@@ -172,69 +125,61 @@ class RowVerify(Verify):
 
     def __init__(self, context: TaskContext, row: Row, step: Step) -> None:
         super().__init__(context)
-        self._row, self._loaded = row, step
-        self._results: dict[Any, Any] = {}
-
-    def open_reader(self) -> Any:
-        return RowReader(self._row, self._loaded.info)
+        self._loaded = step
+        recipe = dataclasses.replace(row.recipe, seed=SEED)
+        self._keras_step = RememberingStep(step.compiler.model, recipe, step, (row.samples, row.labels))
 
     def _load_step(self) -> Step:
         return self._loaded
 
-    def _find_ranges(self) -> Any:
-        return self._row.ranges
-
-    def _make_reference(self, totals: Any = ()) -> Reference:
-        if "step" not in self._results:
-            step, example = self._loaded, (self._row.samples, self._row.labels)
-            recipe = dataclasses.replace(self._row.recipe, seed=SEED)
-            self._results["step"] = KerasStep(step.compiler.model, recipe, step, example)
-        return RememberingReference(self._results, self._results["step"], self._ranks, self._draw)
+    def _make_reference(self) -> Reference:
+        return Reference(self._keras_step, self._ranks, self.draw)
 
 
 def load_task(row: Row, kind: type[Step] = Step) -> Verify:
     """Return rank 0's task, ready to run."""
-    ranks = specs_of(SIZES)
+    ranks, no_orders = specs_of(SIZES), object()
     recipe = dataclasses.replace(row.recipe, seed=SEED)
-    spec = RunSpec("verify-matrix", "", "", recipe, ranks, None, None, "")
-    no_orders: Any = None
+    task = TaskSpec(VERIFY, {ELEMENT_SPEC: json.loads(to_json(row.form))})
+    spec = RunSpec("verify-matrix", "", "", recipe, ranks, None, None, "", task=task)
     step = make_step(row, load_backend()[1], kind)
-    context = TaskContext(spec, ranks[0], RunProgress(spec), Reporter(ranks[0]), no_orders)
-    task = RowVerify(context, row, step)
-    task.load()
-    return task
+    context: Any = TaskContext(spec, ranks[0], RunProgress(spec), Reporter(ranks[0]), no_orders)  # type: ignore[arg-type]
+    loaded = RowVerify(context, row, step)
+    loaded.load()
+    return loaded
 
 
-def compute_vectors(task: Verify) -> Vectors:
-    """Return the vectors of all ranks, each of its samples, with the weights that `verify` moves."""
-    example, vectors = task.reader.first(0), {}
-    task.step.values = task._move_weights()
-    for rank, size in enumerate(SIZES):
+def compute_vectors(task: Verify) -> tuple[Vectors, dict[str, np.ndarray]]:
+    """Return the vectors of all ranks, with the weights that `verify` moves, and wrong ones of rank WRONG."""
+    start = task.step.values
+    task.step.values = move_weights(task.step, np.random.default_rng(SEED), MAX_MOVE)
+
+    def compute(rank: int, *batch: np.ndarray) -> np.ndarray:
         task.step.position = 0, rank
-        batch = draw_samples(rank, size, seed=SEED, example=example, info=task.step.info, ranges={})
-        vectors[f"rank {rank}"] = task.step.local(*batch)
-    return vectors
+        return np.array(task.step.local(*batch))
+
+    vectors = [compute(rank, *task.draw(rank, size)) for rank, size in enumerate(SIZES)]
+    batch, size = task.draw(WRONG, SIZES[WRONG]), SIZES[WRONG]
+    wrong = {
+        "one sample twice": compute(WRONG, *(column[np.r_[0, 0, 2:size]] for column in batch)),
+        "one sample more": compute(WRONG, *(column[np.r_[0, :size]] for column in batch)),
+        "stale": compute(WRONG, *task.draw(7, size)),
+        "another rank's random states": compute(0, *batch),
+    }
+    wrong["one sample more, counted once"] = wrong["one sample more"].copy()
+    wrong["one sample more, counted once"][-1] = size
+    task.step.values = start
+    return vectors, wrong
 
 
-def verify(task: Verify, engine: Engine, saved: Vectors, capsys: Any) -> Verified:
-    """Run the task with other ranks whose vectors are `saved`. Return what it reports."""
+def verify(task: Verify, sent: Vectors, total: np.ndarray, capsys: Any) -> Verified:
+    """Run the task with these vectors of the ranks, and with this sum. Return what it reports."""
     capsys.readouterr()
-    task.run(RanksWithVectors(engine, saved, max(task.sum_sizes)[0]))
+    ranks = RanksWithVectors(sent, total, max(task.sum_sizes)[0])
+    task.run(ranks)
     verified = event_from_line(capsys.readouterr().out.strip())
     assert isinstance(verified, Verified)
     return verified
-
-
-@pytest.fixture(scope="module")
-def other_ranks(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
-    """Compute the other ranks' vectors of all rows that are tested. Return their directory."""
-    directory = tmp_path_factory.mktemp("other-ranks")
-    items = [item for item in request.session.items if isinstance(item, pytest.Function)]
-    names = [item.callspec.params["name"] for item in items if "other_ranks" in item.fixturenames]
-    program = [sys.executable, "-m", "tests.unit.worker.tasks.other_ranks_program", str(directory), *names]
-    done = run_command(program)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return directory
 
 
 class PlainMeanStep(Step):
@@ -248,9 +193,8 @@ class PlainMeanStep(Step):
 
 def test_step_that_is_wrong_on_host_and_ranks_alike_is_found(capsys: pytest.CaptureFixture[str]) -> None:
     task = load_task(ROWS["convolutions"], PlainMeanStep)
-    saved = compute_vectors(task)
-    task = load_task(ROWS["convolutions"], PlainMeanStep)
-    verdict = judge(verify(task, Engine(), saved, capsys), NODES)
+    vectors, _ = compute_vectors(task)
+    verdict = judge(verify(task, vectors, sum(vectors), capsys), NODES)
     assert not verdict.is_equal
     assert "the gradient differs" in verdict.text
 
@@ -267,34 +211,61 @@ def test_verification_without_the_vector_of_a_rank_is_an_error(
     options: dict[str, tuple[int, ...]], message: str
 ) -> None:
     task = load_task(ROWS["all weights 0"])
-    vectors = {f"rank {rank}": np.zeros(task.layout.step_size, np.float32) for rank in range(len(SIZES))}
+    sent, _ = compute_vectors(task)
+    total = sum(sent)
     if not options:
-        vectors["rank 1"] = vectors["rank 1"][:1]
-    right = Engine(add=lambda sent, _: sent[0])
+        sent[1] = sent[1][:1]
     with pytest.raises(WorkerError, match=message):
-        task.run(RanksWithVectors(right, vectors, max(task.sum_sizes)[0], **options))
+        task.run(RanksWithVectors(sent, total, max(task.sum_sizes)[0], **options))
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_right_engine_passes_and_every_wrong_one_fails(
-    name: str, other_ranks: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    row, saved = ROWS[name], dict(np.load(other_ranks / f"{name}.npz"))
-    task = load_task(row)
-    start = task.step.values
-
-    def judged(engine: Engine) -> tuple[Verified, Judgement]:
+def test_right_engine_passes_and_every_wrong_one_fails(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    task = load_task(ROWS[name])
+    start, (vectors, saved) = task.step.values, compute_vectors(task)
+    engines = {"right": (right, right), **WRONG_ENGINES}
+    if name == "dropout":
+        engines["another rank's random states"] = OTHER_STATES
+    verdicts = {}
+    for engine, (send, add) in engines.items():
         task.step.values = start
-        verified = verify(task, engine, saved, capsys)
-        return verified, judge(verified, NODES)
+        sent = send(vectors, saved)
+        total = sum(add(sent, saved))
+        total[-1] = sum(vector[-1] for vector in sent)
+        try:
+            verdicts[engine] = judge(verify(task, sent, total, capsys), NODES)
+        except WorkerError as error:
+            pytest.fail(f"{engine}: {error.message}")
+    print(verdicts["right"].text)
+    assert verdicts.pop("right").is_equal
+    assert not [engine for engine, verdict in verdicts.items() if verdict.is_equal]
 
-    verified, verdict = judged(Engine())
-    wrong = dict(WRONG_ENGINES)
-    if verified.not_one_batch and "random" in verified.not_one_batch[0]:
-        wrong["another rank's random states"] = OTHER_STATES
-    missed = [engine for engine in wrong if judged(wrong[engine])[1].is_equal]
-    print(f"{name}: {verdict.text}; {verified}")
-    assert verdict.is_equal, verdict.text
-    assert not missed
-    assert (verified.one_batch is None) == bool(row.reasons)
-    assert all(any(part in reason for reason in verified.not_one_batch) for part in row.reasons)
+
+class TestSum:
+    """What no sum in float32 differs by from the exact one, in whatever order it is taken."""
+
+    def test_one_wrong_element_of_many_is_seen(self) -> None:
+        vectors = np.random.default_rng(1).normal(size=(3, 10_000)).astype(np.float32)
+        exact, total = vectors.sum(axis=0, dtype=float), vectors.sum(axis=0)
+        magnitudes, rounding = np.abs(vectors).sum(axis=0, dtype=float), 3 * ROUNDOFFS["float32"]
+        assert measure_sum(total, exact, magnitudes, 3) <= rounding
+        total[77] += 1e-5
+        assert measure_sum(total, exact, magnitudes, 3) > rounding
+
+    def test_element_that_nobody_computed_is_seen_unless_some_processors_take_it_for_0(self) -> None:
+        zeros = np.zeros(3)
+        assert measure_sum(np.array([0, 1e-30, 0]), zeros, zeros, 2) == math.inf
+        assert measure_sum(np.zeros(3, np.float32), zeros + 2e-40, zeros + 2e-40, 2) == 0
+
+    @pytest.mark.parametrize("value", [math.nan, math.inf])
+    def test_values_that_are_not_finite_are_seen(self, value: float) -> None:
+        assert not math.isfinite(measure_sum(np.array([2, value]), np.full(2, 2.0), np.full(2, 2.0), 2))
+
+
+@pytest.mark.parametrize(
+    ("plan", "verified"),
+    [([320, 32, 8], [16, 16, 8]), ([64, 64, 64], [16, 12, 16]), ([1, 1], [1, 1]), ([0, 64, 64], [0, 16, 12])],
+)
+def test_batches_are_of_different_sizes(plan: list[int], verified: list[int]) -> None:
+    """With equal ones, a plain mean of means would be right."""
+    assert choose_sizes(plan) == verified

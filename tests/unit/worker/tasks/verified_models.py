@@ -8,16 +8,14 @@ import numpy as np
 
 from csdctl.worker.compute.keras_internals import widen
 from csdctl.worker.compute.recipe import compile_model
-from csdctl.worker.engine.step import StepInfo
+from csdctl.worker.data.arrays import dtype_to_text
+from csdctl.worker.protocol.datasets import DatasetInfo
 from csdctl.worker.protocol.recipe import LossTerm, Recipe
 from csdctl.worker.protocol.run_spec import RankSpec, Runtime
-from csdctl.worker.tasks.verify import Ranges, draw_samples
 from tests.unit.worker.compute.built_models import Step
 
 SIZES = (16, 12, 5)
 """The batch sizes of the ranks."""
-WRONG = 1
-"""The rank that computes something else where the engine is wrong."""
 SEED = 5
 PIXELS = np.zeros((0, 16, 16, 3), np.uint8)
 CLASSES = np.zeros(0, np.int32)
@@ -37,10 +35,15 @@ class Row:
     recipe: Recipe = field(default_factory=lambda: Recipe(learning_rate=0.01))
     policy: str = "float32"
     """Keras' dtype policy."""
-    reasons: tuple[str, ...] = ()
-    """Why it is not compared with one batch of all samples: parts of these sentences."""
-    ranges: Ranges = field(default_factory=dict)
-    """Of the data."""
+    max_values: dict[str, int] = field(default_factory=dict)
+    """The largest values of inputs of integers."""
+
+    @property
+    def form(self) -> DatasetInfo:
+        """What random samples are drawn by. Classes are below 3."""
+        shapes = self.samples.shape[1:], dtype_to_text(self.samples.dtype), self.labels.shape[1:]
+        labels = {"label_dtype": dtype_to_text(self.labels.dtype), "max_labels": {"kind": 2}}
+        return DatasetInfo("", 0, *shapes, 2, "", max_values=self.max_values, **labels)
 
 
 def convolutions(keras: Any) -> Any:
@@ -84,13 +87,6 @@ def zero_weights(keras: Any) -> Any:
     return keras.Sequential([keras.Input((10,)), dense])
 
 
-def tiny_gradients(keras: Any) -> Any:
-    layers = keras.layers
-    shrink = layers.Rescaling(1e-12)
-    inner = [layers.Dense(16, activation="relu"), layers.Dense(16, activation="relu")]
-    return keras.Sequential([keras.Input((10,)), *inner, layers.Dense(1), shrink])
-
-
 def two_outputs(keras: Any) -> Any:
     layers = keras.layers
     inputs = keras.Input((16, 16, 3))
@@ -104,13 +100,6 @@ def masked(keras: Any) -> Any:
     inputs = keras.Input((12,), dtype="int32")
     x = layers.LSTM(8, return_sequences=True)(layers.Embedding(40, 8, mask_zero=True)(inputs))
     return keras.Model(inputs, layers.Dense(5, activation="softmax")(x))
-
-
-def coupled(keras: Any) -> Any:
-    """Every output depends on all samples of the batch."""
-    inputs = keras.Input((10,))
-    x = keras.layers.Dense(8)(inputs)
-    return keras.Model(inputs, keras.layers.Dense(1)(x - 0.5 * keras.ops.mean(x, axis=0, keepdims=True)))
 
 
 def with_class_as_input(keras: Any) -> Any:
@@ -129,34 +118,23 @@ def with_class_as_input(keras: Any) -> Any:
     return model
 
 
-def normalized(keras: Any) -> Any:
-    """Takes numbers around 240: those around 0 are far off, and saturate the output."""
-    layers = keras.layers
-    inner = [layers.Dense(16, activation="relu"), layers.Dense(1, activation="sigmoid")]
-    return keras.Sequential([keras.Input((10,)), layers.Normalization(mean=240.0, variance=100.0), *inner])
-
-
 TABLE_AND_KIND = np.zeros(0, [("table", np.float32, (10,)), ("kind", np.int32, (1,))])
 NO_LABELS = np.zeros((0, 0), np.float32)
 KINDS_AND_SIZES = np.zeros(0, [("kind", np.int32), ("size", np.float32, (1,)), ("sample_weight", np.float32)])
 TAGS = np.zeros((0, 12), np.int32)
 SQUARES = Recipe(losses={"": LossTerm("mean_squared_error")}, learning_rate=0.01)
-BINARY = Recipe(losses={"": LossTerm("binary_crossentropy")}, learning_rate=0.01)
 TWO = Recipe(
     losses={"kind": LossTerm("sparse_categorical_crossentropy"), "size": LossTerm("mse", {}, 0.3)},
     learning_rate=0.01,
 )
 ROWS = {
     "convolutions": Row(convolutions),
-    "dropout": Row(with_dropout, reasons=("dropout", "spatial_dropout2d")),
-    "batch norm": Row(residual_with_batch_norm, reasons=("batch_normalization",)),
+    "dropout": Row(with_dropout),
+    "batch norm": Row(residual_with_batch_norm),
     "two outputs, weighted": Row(two_outputs, labels=KINDS_AND_SIZES, recipe=TWO),
-    "masked time steps": Row(masked, TOKENS, TAGS),
-    "coupled samples": Row(coupled, TABLE, NUMBERS, SQUARES, reasons=("compares samples of a batch",)),
-    "a class as input": Row(with_class_as_input, TABLE_AND_KIND, NO_LABELS, ranges={"kind": ((0.0, 3.0),)}),
-    "table, normalized": Row(normalized, TABLE, NUMBERS, BINARY, ranges={"": ((200.0, 280.0),) * 10}),
+    "masked time steps": Row(masked, TOKENS, TAGS, max_values={"": 39}),
+    "a class as input": Row(with_class_as_input, TABLE_AND_KIND, NO_LABELS, max_values={"kind": 3}),
     "all weights 0": Row(zero_weights, TABLE),
-    "tiny gradients": Row(tiny_gradients, TABLE, NUMBERS, SQUARES),
     "bfloat16 convolutions": Row(convolutions, policy="mixed_bfloat16"),
 }
 
@@ -183,22 +161,3 @@ def specs_of(sizes: Sequence[int], num_steps: int = 1) -> tuple[RankSpec, ...]:
         RankSpec(rank, node, size, Runtime(), None, None, 0, num_steps * size)
         for rank, (node, size) in enumerate(zip(nodes, sizes, strict=True))
     )
-
-
-class RowReader:
-    """Stands in for a reader of files: draws what the row's model takes."""
-
-    def __init__(self, row: Row, info: StepInfo) -> None:
-        self._example, self._info, self._ranges = (row.samples, row.labels), info, row.ranges
-
-    def set_epoch(self, epoch: int) -> None:
-        pass
-
-    def first(self, count: int) -> tuple[Any, Any]:
-        return draw_samples(0, count, seed=0, example=self._example, info=self._info, ranges=self._ranges)
-
-    def read(self, share: Any, reassigned: Any = None) -> tuple[Any, Any]:
-        return self.first(share.num_samples)
-
-    def pack_reassigned(self, spans: Any) -> bytes:
-        return b""
