@@ -41,7 +41,8 @@ def judge(verified: Verified, nodes: Sequence[str]) -> Judgement:
     """Return what the numbers of rank 0 show. `nodes`: the machine of every rank."""
     differences, spread, one_sample = verified.differences, verified.spread, verified.one_sample
     if not all(map(math.isfinite, [verified.sum_difference, *differences, spread, one_sample])):
-        wrong = [node for node, one in zip(nodes, differences, strict=True) if not math.isfinite(one)]
+        pairs = zip(nodes, differences, strict=True)
+        wrong = [node for node, difference in pairs if not math.isfinite(difference)]
         where = f"on {format_node_names(wrong)} " if wrong else ""
         remedy = "check the initial weights and data.input_range"
         if verified.dtype == "float16":
