@@ -21,7 +21,7 @@ from csdctl.transport.commands import build_program_command
 from csdctl.transport.many import Outcome, run_on_all, run_on_nodes, values_or_raise
 from csdctl.transport.program import Program, within
 from csdctl.transport.session import Session
-from csdctl.worker.protocol.json_codec import Count, MaxLength, ShortText
+from csdctl.worker.protocol.json_codec import RESULT, Count, MaxLength, ShortText
 from csdctl.worker.protocol.processes import load_stat
 
 Holder = Mapping[str, object]
@@ -62,8 +62,7 @@ def lock_machines(
     programs: dict[str, Program] = {}
 
     def lock(session: Session) -> tuple[str, ...]:
-        program, siblings = _lock(session, fleet.python_of(session.name), this_process)
-        programs[session.name] = program
+        programs[session.name], siblings = _lock(session, fleet.python_of(session.name), this_process)
         return siblings
 
     try:
@@ -94,10 +93,9 @@ def relock_machine(session: Session, python: str, *, doing: str, directory: Path
 
 def raise_if_locked(outcomes: Iterable[Outcome[Any]]) -> None:
     """Raise one MachineLockedError for all machines of `outcomes` where another csdctl is running."""
-    errors = [outcome.error for outcome in outcomes]
-    if lock_errors := [error for error in errors if isinstance(error, MachineLockedError)]:
-        names = format_node_names(error.node for error in lock_errors)
-        raise MachineLockedError(names, lock_errors[0].holder)
+    errors = (outcome.error for outcome in outcomes)
+    if locked := [error for error in errors if isinstance(error, MachineLockedError)]:
+        raise MachineLockedError(format_node_names(error.node for error in locked), locked[0].holder)
 
 
 def describe_holder(doing: str, directory: Path) -> dict[str, object]:
@@ -239,25 +237,26 @@ class Leftovers:
     predictions_bytes: Count = 0
 
 
-@dataclass(frozen=True)
-class _Answer:
-    holder: dict[ShortText, Any] | None
-    leftovers: Leftovers
-
-
 def clean_machine(
     session: Session, python: str, options: CleanupOptions, deadline_s: float = 120.0
 ) -> Leftovers:
     """Find, end and remove leftovers as `options` request. Raises MachineLockedError, RemoteCommandError."""
     command = build_program_command(python, "leftovers")
-    program = Program(session, command, "looking for leftovers", within(deadline_s))
-    answer = program.call(options, _Answer)
-    if answer.holder is not None and not options.is_forced:
-        holder = read_holder(answer.holder)
-        if not is_gone(holder):
-            raise MachineLockedError(session.name, holder)
-        return clean_machine(session, python, replace(options, is_forced=True), deadline_s=deadline_s)
-    return answer.leftovers
+    with contextlib.closing(
+        Program(session, command, "looking for leftovers", within(deadline_s))
+    ) as program:
+        program.send(options)
+        answers: dict[str, type] = (
+            {RESULT: Leftovers} if options.is_forced else {"held": _Held, RESULT: Leftovers}
+        )
+        kind, answer = program.read(answers)
+        program.finish()
+    if kind == RESULT:
+        return answer  # type: ignore[no-any-return]
+    holder = read_holder(answer.holder)
+    if not is_gone(holder):
+        raise MachineLockedError(session.name, holder)
+    return clean_machine(session, python, replace(options, is_forced=True), deadline_s=deadline_s)
 
 
 def end_run(run_id: str, sessions: Mapping[str, Session], fleet: Fleet, *, is_removing: bool = False) -> None:

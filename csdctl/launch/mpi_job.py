@@ -34,8 +34,7 @@ REQUEST = "@csdctl-daemon "
 The request of a job also has a secret, because mpirun prints messages of its daemon on the node, too.
 """
 CHECK_LINK = "check firewalls and routes between the machine and the host, and `network:` in the fleet file"
-MAX_LINE_BYTES = 1 << 20
-MAX_TAIL_LINES, MAX_TAIL_LINE_BYTES = 60, 1 << 12
+MAX_TAIL_LINES, MAX_TAIL_LINE_CHARS = 60, 1 << 12
 """The last lines of mpirun that are kept as possible causes, and the size of such a line."""
 MAX_LINES = 1000
 """The number of lines of a daemon that are logged."""
@@ -100,25 +99,18 @@ class JobOutput:
         self._log, self._request, self._on_request = log, request, on_request
         self.is_connected = False
         self.tail: deque[str] = deque(maxlen=MAX_TAIL_LINES)
-        self._pending = bytearray()
         self._lock = threading.Lock()
         self._is_closed = False
 
-    def feed(self, chunk: bytes) -> None:
-        """Handle the next bytes of mpirun's output."""
-        searched = len(self._pending)
-        self._pending += chunk
-        while (end := self._pending.find(b"\n", searched) + 1) or len(self._pending) >= MAX_LINE_BYTES:
-            line = bytes(self._pending[: end or None])
-            del self._pending[: len(line)]
-            searched = 0
-            text = line[:MAX_TAIL_LINE_BYTES].decode(errors="replace").strip("\0 \t\r\n")
-            if text.startswith(self._request):
-                self._on_request(line.decode(errors="replace").strip().removeprefix(self._request))
-            elif text == CONNECTED:
-                self.is_connected = True
-            else:
-                self.log(text)
+    def take(self, line: str) -> None:
+        """Handle the next line of mpirun's output."""
+        text = line[:MAX_TAIL_LINE_CHARS].strip("\0 \t\r\n")
+        if text.startswith(self._request):
+            self._on_request(line.strip().removeprefix(self._request))
+        elif text == CONNECTED:
+            self.is_connected = True
+        else:
+            self.log(text)
 
     def log(self, line: str) -> None:
         """Log a line, and keep it as a possible cause."""
@@ -129,7 +121,6 @@ class JobOutput:
 
     def close(self) -> None:
         """Close the log. Later lines are dropped."""
-        self.feed(b"\n")
         with self._lock:
             self._is_closed = True
             self._log.close()
@@ -201,10 +192,12 @@ class MpiJob:
                     return  # mpirun was killed, and a process it started keeps its output open
 
     def _read(self, conversation: Conversation) -> bool:
-        with contextlib.suppress(DeadlineError):
-            chunk = conversation.read_bytes(deadline_s=0.2)
-            self._output.feed(chunk)
-            return bool(chunk)
+        try:
+            self._output.take(conversation.read_line(deadline_s=0.2))
+        except EOFError:
+            return False
+        except DeadlineError:
+            pass
         return True
 
     def _finish(self, conversation: Conversation, outcome: JobOutcome) -> None:

@@ -2,8 +2,8 @@
 
 Sent as source, so it uses the standard library only. Runs in the session's directory. Reads a line of JSON
 with the fields of `CleanupOptions` (launch/leftovers.py). Writes the frame `@csdctl-result JSON` with the
-`holder` of the lock or null, and `leftovers`, as `Leftovers` there. With a holder, nothing is changed unless
-that is forced.
+fields of `Leftovers` there. Where another csdctl holds the lock, nothing is changed unless that is forced:
+`@csdctl-held JSON` has the `holder`.
 """
 
 import contextlib
@@ -43,9 +43,11 @@ def main() -> None:
     request = json.loads(sys.stdin.readline())
     run_id = request["run_id"]
     holder = None if run_id else find_holder()
-    is_allowed = holder is None or request["is_forced"]
-    processes = find_processes(os.getcwd(), run_id, request["node"]) if is_allowed else {}
-    if is_allowed and request["is_ending"]:
+    if holder is not None and not request["is_forced"]:
+        print("@csdctl-held " + json.dumps({"holder": holder}), flush=True)
+        return
+    processes = find_processes(os.getcwd(), run_id, request["node"])
+    if request["is_ending"]:
         holding = find_lock_processes(holder)
         end_all([*processes, *holding])
         end_s = time.monotonic() + 10.0  # the kernel may take a while to release the lock of an ended process
@@ -54,24 +56,24 @@ def main() -> None:
         for pid in processes:
             remove(glob.glob(scratch_directories(pid)))
     paths = [f"{COPIES}/.csdctl/runs/{run_id}", step_files(COPIES, run_id)] if run_id else find_paths(request)
-    paths = [path for path in paths if os.path.lexists(path) and is_own(path)] if is_allowed else []
+    paths = [path for path in paths if os.path.lexists(path) and is_own(path)]
     leftovers = {
         "num_processes": len(processes),
         "runs": [*dict.fromkeys(run for run in processes.values() if run)],
         "paths": paths,
         "num_bytes": sum(size_of(path) for path in paths),
     }
-    if is_allowed and request["is_removing"]:
+    if request["is_removing"]:
         remove(paths)
         leftovers["paths"] = paths = [path for path in paths if not os.path.lexists(path)]
         place = os.getcwd()
         if request["is_removing_all"] and os.path.basename(os.path.dirname(place)) == "machines":
             remove_empty(place)
-    if is_allowed and request["is_pruning"]:
+    if request["is_pruning"]:
         leftovers["num_unused"] = prune()
     for name, path in (("features_bytes", FEATURES), ("predictions_bytes", PREDICTIONS)):
         leftovers[name] = size_of(path) if not run_id and path not in paths and os.path.isdir(path) else 0
-    print("@csdctl-result " + json.dumps({"holder": holder, "leftovers": leftovers}), flush=True)
+    print("@csdctl-result " + json.dumps(leftovers), flush=True)
 
 
 def find_holder() -> "dict[str, Any] | None":

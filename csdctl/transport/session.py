@@ -234,14 +234,6 @@ class Conversation:
             return self._lines.popleft().decode(errors="replace")
         raise EOFError(f"`{self.command[0]}` on {self.name} has ended")
 
-    def read_bytes(self, *, deadline_s: float) -> bytes:
-        """Return the next output, in place of lines, b'' at its end. Raises DeadlineError."""
-        deadline = Deadline(deadline_s)
-        while not (chunk := self._read(deadline)) and not self._is_at_end:
-            if deadline.has_passed:  # no read timed out
-                raise self._no_response(deadline)
-        return chunk
-
     def wait(self, *, deadline_s: float) -> Completed:
         """Close the input, drop unread lines and wait for the end. Raises DeadlineError."""
         deadline = Deadline(deadline_s)
@@ -335,16 +327,13 @@ class Conversation:
             if leftover and leftover.has_passed:
                 return b""
 
-    def _read(self, deadline: Deadline) -> bytes:
+    def _read_more(self, deadline: Deadline) -> None:
         try:
             chunk = self.process.read_stdout(deadline.left_s)
         except TimeoutError:
             raise self._no_response(deadline) from None
         self._is_at_end = not chunk
-        return self.stdout.feed(chunk)
-
-    def _read_more(self, deadline: Deadline) -> None:
-        continuation, *lines = self._read(deadline).split(b"\n")
+        continuation, *lines = self.stdout.feed(chunk).split(b"\n")
         self._partial += continuation  # in place: a long line may come byte by byte
         for line in lines:
             self._lines.append(self._partial)

@@ -111,11 +111,12 @@ def test_answer_of_a_receiver_is_typed_and_in_range(
 
 LEFT: dict[str, Any] = {"num_processes": 0, "runs": [], "paths": [], "num_bytes": 0}
 ANSWERS = [
-    "",
-    "[" * 100_000,
-    json.dumps({"holder": 5, "leftovers": LEFT}),
+    "result ",
+    "result " + "[" * 100_000,
+    'held {"holder": 5}',
+    "held " + json.dumps({"holder": describe_holder("train", Path()) | {"boot": "an earlier one"}}),
     *(
-        json.dumps({"holder": None, "leftovers": {**LEFT, **wrong}})
+        "result " + json.dumps({**LEFT, **wrong})
         for wrong in ({"num_processes": -1}, {"runs": [{}]}, {"paths": [[1]]}, {"paths": ["x" * 5_000_000]})
     ),
 ]
@@ -126,7 +127,7 @@ def test_answer_about_leftovers_is_typed_and_in_range(
     session: SshSession, hostile: Callable[[str], str], answer: str
 ) -> None:
     with refused():
-        clean_machine(session, hostile(f"print('@csdctl-result ' + {answer!r})"), CleanupOptions())
+        clean_machine(session, hostile(f"print('@csdctl-' + {answer!r})"), CleanupOptions())
 
 
 def test_process_that_a_lock_only_names_is_not_ended(

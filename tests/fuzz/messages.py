@@ -177,7 +177,8 @@ def _value_seeds() -> list[bytes]:
 def _mpi_output(content: bytes, directory: Path) -> None:
     log = CappedLog(directory / "rank-1.log", "csd0")
     output = JobOutput(log, REQUEST, list[str]().append)
-    output.feed(content[: 1 << 14])
+    for line in content[: 1 << 14].decode(errors="replace").split("\n"):
+        output.take(line)
     output.close()
     str(output.tail)
 
