@@ -3,17 +3,8 @@
 from collections.abc import Mapping, Sequence
 
 from csdctl.errors import InputError
-from csdctl.worker.protocol.datasets import (
-    INPUT,
-    OUTPUT,
-    SAMPLE_WEIGHT,
-    DatasetInfo,
-    Parts,
-    equals,
-    is_position,
-    list_names,
-    takes,
-)
+from csdctl.worker.protocol import datasets as protocol
+from csdctl.worker.protocol.datasets import DatasetInfo, Parts, equals, list_names, takes
 from csdctl.worker.protocol.model_info import ModelInfo, OutputInfo
 from csdctl.worker.protocol.recipe import Noise
 
@@ -64,7 +55,7 @@ def check_compatibility(
     if not needs_labels:
         return
     _check_alike("labels", {text: data.labels for text, data in by_text.items() if data.label_dtype})
-    weightless = [text for text, data in by_text.items() if data.max_values.get(SAMPLE_WEIGHT) == 0]
+    weightless = [text for text, data in by_text.items() if data.max_values.get(protocol.SAMPLE_WEIGHT) == 0]
     evaluated = "validation data"
     if evaluated in weightless or {*by_text} - {evaluated} <= {*weightless}:
         problem = f"all weights are 0 in the {' and the '.join(weightless)}"
@@ -136,7 +127,7 @@ def _check_logits(model: ModelInfo, output: OutputInfo) -> None:
     wrong = probabilities if output.from_logits else "linear"
     if probabilities and output.activation == wrong:
         current, opposite = str(output.from_logits).lower(), str(not output.from_logits).lower()
-        name = _part(model, OUTPUT, output.name)
+        name = _part(model, protocol.OUTPUT, output.name)
         raise InputError(
             f"{name} ends in a {wrong} layer, but recipe.from_logits is {current}",
             remedy=f"set recipe.from_logits: {opposite} (or from_logits of the loss in compile()), "
@@ -154,7 +145,9 @@ def _check_inputs(model: ModelInfo, data: DatasetInfo, which: str) -> None:
     expected, parts = inputs_of(model), data.inputs
     arrays = list(expected)
     if expected.keys() != parts.keys():
-        if len(parts) != len(expected) or not all(is_position(name, INPUT) for name in parts):
+        if len(parts) != len(expected) or not all(
+            protocol.is_position(name, protocol.INPUT) for name in parts
+        ):
             raise InputError(
                 f"model {model.name} takes {_names(expected) or 'one input'}, "
                 f"the {which} has {_names(parts) or 'one array'}",
@@ -164,12 +157,12 @@ def _check_inputs(model: ModelInfo, data: DatasetInfo, which: str) -> None:
     for (name, shape), array in zip(expected.items(), arrays, strict=True):
         largest, (_, array_shape) = data.max_values.get(array, 0), parts[array]
         if largest > model.max_inputs.get(name, largest):
-            problem = f"{_part(model, INPUT, name)} takes integers up to {model.max_inputs[name]}"
+            problem = f"{_part(model, protocol.INPUT, name)} takes integers up to {model.max_inputs[name]}"
             remedy = "give the input the dtype int64, or number the values from 0"
             raise InputError(f"{problem}, the {which} has {largest}", remedy=remedy)
         if not takes(shape, array_shape):
             raise InputError(
-                f"{_part(model, INPUT, name)} takes samples of shape {show_shape(shape)}, "
+                f"{_part(model, protocol.INPUT, name)} takes samples of shape {show_shape(shape)}, "
                 f"the {which} has {show_shape(array_shape)}",
                 remedy="change the model's input or the data",
             )
@@ -191,7 +184,7 @@ def _match(
             f"model {model.name} has a loss that compares with labels, the {which} has none",
             remedy="return (samples, labels) from the function of the data",
         )
-    fields = [name for name in data.labels if name != SAMPLE_WEIGHT]
+    fields = [name for name in data.labels if name != protocol.SAMPLE_WEIGHT]
     if len(fields) == 1 and len(outputs) == 1:
         return [(outputs[0], fields[0])]
     if fields == [""] and len(needed) == 1:
@@ -199,7 +192,7 @@ def _match(
     by_name = {output.name: output for output in outputs}
     if set(needed) <= set(fields) <= set(by_name):
         return [(by_name[name], name) for name in fields]
-    if len(fields) == len(outputs) and all(is_position(name, OUTPUT) for name in fields):
+    if len(fields) == len(outputs) and all(protocol.is_position(name, protocol.OUTPUT) for name in fields):
         return list(zip(outputs, fields, strict=True))
     raise InputError(
         f"model {model.name} has the outputs {', '.join(needed) or 'none'} with a loss, "
@@ -228,7 +221,7 @@ def _check_labels(model: ModelInfo, output: OutputInfo, data: DatasetInfo, field
     if plain_name(output.loss) in _SAME_SHAPE and not takes(expected, shape):
         if "categorical" in output.loss and len(shape) == len(expected) - 1:
             remedy = "use recipe.loss: sparse_categorical_crossentropy for integer labels"
-        name = _part(model, OUTPUT, output.name)
+        name = _part(model, protocol.OUTPUT, output.name)
         problem = f"{name} has outputs of shape {show_shape(expected)}, {labels} of shape {show_shape(shape)}"
         raise InputError(problem, remedy=remedy)
     if is_sparse and not output.ignores_class:

@@ -24,14 +24,8 @@ from typing import IO, Self
 
 import numpy as np
 
-from csdctl.worker.data.arrays import (
-    MAX_HEADER_BYTES,
-    Array,
-    as_labels,
-    dtype_from_text,
-    dtype_to_text,
-    fields_of,
-)
+from csdctl.worker.data import arrays
+from csdctl.worker.data.arrays import Array, as_labels, dtype_to_text, fields_of
 from csdctl.worker.data.file_hash import hash_file, open_regular
 from csdctl.worker.ingest.sources.source import GIVE_ONE_SHAPE, Block, Tree, convert_write_errors
 from csdctl.worker.process.errors import JobError, WorkerError
@@ -160,9 +154,9 @@ def _headers(info: DatasetInfo) -> list[tuple[bytes, int]]:
     """Return headers and valid bytes of samples and of labels. A header is as long for any number of rows."""
     headers = []
     for shape, text in ((info.sample_shape, info.dtype), (info.label_shape, info.label_dtype)):
-        dtype = dtype_from_text(text)
+        dtype = arrays.dtype_from_text(text)
         described = np.lib.format.dtype_to_descr(dtype)
-        if len(repr(described)) > MAX_HEADER_BYTES - SPARE_HEADER_BYTES:
+        if len(repr(described)) > arrays.MAX_HEADER_BYTES - SPARE_HEADER_BYTES:
             problem = f"the data has too many inputs or outputs: {len(dtype.names or ()):,}"
             raise JobError(problem, "combine inputs: one vector instead of single numbers")
         content = {"descr": described, "fortran_order": False, "shape": (info.num_samples, *shape)}

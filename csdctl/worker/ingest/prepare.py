@@ -21,43 +21,18 @@ from pathlib import Path
 import numpy as np
 
 from csdctl.worker.data.arrays import Array, as_samples, fields_of, is_numeric, label_dtype
-from csdctl.worker.ingest.partial_dataset import (
-    PartialDataset,
-    add_block,
-    check_free_space,
-    empty_info,
-    find_stored,
-    make_store,
-    set_access,
-)
-from csdctl.worker.ingest.sources.arrays import ArraySource, open_npy_files, open_npz
+from csdctl.worker.ingest import partial_dataset
+from csdctl.worker.ingest.partial_dataset import PartialDataset
+from csdctl.worker.ingest.sources import arrays as array_files
+from csdctl.worker.ingest.sources import source as sources
+from csdctl.worker.ingest.sources.arrays import ArraySource
 from csdctl.worker.ingest.sources.function import ENDING, call_function
 from csdctl.worker.ingest.sources.images import ClassFolders, open_image, upright_size
-from csdctl.worker.ingest.sources.source import (
-    Block,
-    SampleSource,
-    Tree,
-    data_error,
-    empty_data_error,
-    num_threads,
-    read_tree,
-    to_records,
-)
-from csdctl.worker.ingest.sources.table import is_table, open_table, read_columns
+from csdctl.worker.ingest.sources.source import Block, SampleSource, Tree, data_error, read_tree
 from csdctl.worker.ingest.sources.tfrecord import RecordFiles, is_record_file
 from csdctl.worker.process.errors import JobError, WorkerError
-from csdctl.worker.protocol.datasets import (
-    LABEL,
-    SAMPLE_WEIGHT,
-    DataLook,
-    DatasetInfo,
-    LookSpec,
-    PictureSizes,
-    PrepareProgress,
-    PrepareSpec,
-    TableSchema,
-    list_names,
-)
+from csdctl.worker.protocol import datasets as protocol
+from csdctl.worker.protocol.datasets import LABEL, SAMPLE_WEIGHT, DatasetInfo, PrepareProgress, PrepareSpec
 
 SAMPLES, LABELS = "samples", "labels"
 """Names of the only input and the only output in messages."""
@@ -83,18 +58,20 @@ def detect_format(tree: Tree, spec: PrepareSpec) -> tuple[str, Open]:
     if spec.function:
         return FUNCTION, call_function
     if not tree.files and not tree.folders:
-        raise empty_data_error(spec.source)
+        raise sources.empty_data_error(spec.source)
     top = [file for file in tree.files if len(file.parts) < 2]
     paths = [tree.path_of(file) for file in top]
     if {"images.npy", "labels.npy"} & {
         path.name for file, path in zip(top, paths, strict=True) if file.parts
     }:
-        return NPY, lambda tree, spec, threads: open_npy_files(tree.root, spec)
+        return NPY, lambda tree, spec, threads: array_files.open_npy_files(tree.root, spec)
     archives = [path for path in paths if path.suffix.lower() == ".npz"]
     if len(archives) == 1:
-        return NPZ, lambda tree, spec, threads: open_npz(archives[0], spec)
-    if top and all(is_table(file, tree) for file in (tree.files if spec.table or tree.folders else top)):
-        return CSV, open_table
+        return NPZ, lambda tree, spec, threads: array_files.open_npz(archives[0], spec)
+    if top and all(
+        array_files.is_table(file, tree) for file in (tree.files if spec.table or tree.folders else top)
+    ):
+        return CSV, array_files.open_table
     record_files = [file for file in tree.files if is_record_file(file, tree)]
     if any(file in record_files for file in top) or (record_files and spec.records):
         return TFRECORD, RecordFiles
@@ -142,14 +119,14 @@ def prepare(
     max_bytes = spec.picture.max_bytes if source_format == FOLDERS else sys.maxsize
     fingerprint = tree.fingerprint(settings, max_bytes)
     target = Path(spec.store) / fingerprint
-    make_store(Path(spec.store), tree.root, is_shared=spec.is_shared)
+    partial_dataset.make_store(Path(spec.store), tree.root, is_shared=spec.is_shared)
     # A function that is called with its own file reads what nobody else knows of.
     is_read_again = spec.is_checked and _is_own_file(spec, tree.root)
-    find = functools.partial(find_stored, target, (tree.root,), is_checked=spec.is_checked)
+    find = functools.partial(partial_dataset.find_stored, target, (tree.root,), is_checked=spec.is_checked)
     if not is_read_again and (stored := find()):
-        set_access(target, tree, is_shared=spec.is_shared)
+        partial_dataset.set_access(target, tree, is_shared=spec.is_shared)
         return stored
-    source = open_source(tree, spec, threads or num_threads())
+    source = open_source(tree, spec, threads or sources.num_threads())
     is_in_place = source_format == NPY and isinstance(source, ArraySource) and _is_as_stored(source, spec)
     # One for each source, so that an outdated one is replaced.
     place = hashlib.sha256(os.fsencode(tree.root.resolve())).hexdigest()[:32]
@@ -167,7 +144,7 @@ def prepare(
             remedy = "run `csdctl prepare` when no process writes there"
             raise WorkerError(f"the data at {spec.source} was changed while it was read", remedy=remedy)
         info = partial.finish(target, info, tree.root if is_in_place else None)
-        set_access(target, tree, is_shared=spec.is_shared)
+        partial_dataset.set_access(target, tree, is_shared=spec.is_shared)
         return info
 
 
@@ -180,14 +157,14 @@ def _write(
     is_in_place: bool,
 ) -> None:
     num_missing = 0 if is_in_place else source.num_samples - partial.info.num_read
-    check_free_space(source.sample_bytes * num_missing, spec.store, "prepared data")
+    partial_dataset.check_free_space(source.sample_bytes * num_missing, spec.store, "prepared data")
     # What may never end must not fill the disk.
     reserve = shutil.disk_usage(spec.store).free // 10 if spec.function and not source.num_samples else 0
     on_progress(_progress_of(partial.info, source.num_samples))
     for block in source.blocks(partial.info.num_read):
         partial.append(conform(block, spec), is_copied=not is_in_place)
         what = f"more than the {partial.info.num_read:,} samples that the function has yielded so far"
-        check_free_space(reserve, spec.store, what, f"let the function end: {ENDING}")
+        partial_dataset.check_free_space(reserve, spec.store, what, f"let the function end: {ENDING}")
         on_progress(_progress_of(partial.info, source.num_samples))
 
 
@@ -222,7 +199,7 @@ def conform(block: Block, spec: PrepareSpec) -> Block:
         labels[SAMPLE_WEIGHT] = np.ones(shape, np.float32)
     with np.errstate(over="ignore"):
         stored_labels = {name: _store_label(name, field, spec) for name, field in labels.items()}
-        stored = replace(block, samples=as_samples(samples), labels=to_records(stored_labels, 1))
+        stored = replace(block, samples=as_samples(samples), labels=sources.to_records(stored_labels, 1))
     _check_finite(SAMPLES, fields_of(samples), fields_of(stored.samples), block, spec)
     _check_finite(LABELS, labels, stored_labels, block, spec)
     return stored
@@ -301,8 +278,8 @@ def _no_usable_samples(info: DatasetInfo, spec: PrepareSpec) -> WorkerError:
 
 
 def look(
-    spec: LookSpec, *, on_progress: Callable[[PrepareProgress], None] = lambda progress: None
-) -> DataLook:
+    spec: protocol.LookSpec, *, on_progress: Callable[[PrepareProgress], None] = lambda progress: None
+) -> protocol.DataLook:
     """Return what the data at `spec.prepare.source` is like. Raises WorkerError as `prepare` does."""
     with tempfile.TemporaryDirectory(prefix=f"csdctl-look-{os.getpid()}-") as scratch:
         request = replace(spec.prepare, store=scratch)
@@ -310,26 +287,26 @@ def look(
         source_format, open_source = detect_format(tree, request)
         if source_format == CSV and request.table is None:
             label = spec.label or _find_label(tree, request)
-            request = replace(request, table=TableSchema((label,), dropped=spec.dropped))
-        all_samples = open_source(tree, request, num_threads())
+            request = replace(request, table=protocol.TableSchema((label,), dropped=spec.dropped))
+        all_samples = open_source(tree, request, sources.num_threads())
         source, sizes, max_samples = all_samples, None, all_samples.num_samples
         if source_format == FOLDERS:
             step = max(1, -(-len(tree.files) // MAX_PICTURES))
             thinned = replace(tree, files=tree.files[::step])
-            source, sizes = open_source(thinned, request, num_threads()), _measure_pictures(thinned)
+            source, sizes = open_source(thinned, request, sources.num_threads()), _measure_pictures(thinned)
         if source_format in (FOLDERS, TFRECORD):
             max_samples = MAX_PICTURES
-        info, num_bytes = empty_info("0" * 32, source.class_names or ()), 0
+        info, num_bytes = partial_dataset.empty_info("0" * 32, source.class_names or ()), 0
         is_whole = source.num_samples == all_samples.num_samples
         for block in source.blocks(0):
             if num_bytes >= MAX_BYTES or 0 < max_samples <= info.num_read:
                 is_whole = False
                 break
-            info = add_block(info, conform(block, request))
+            info = partial_dataset.add_block(info, conform(block, request))
             num_bytes += block.samples.nbytes
             on_progress(_progress_of(info, min(source.num_samples, max_samples)))
         files_of_class = all_samples.files_of_class
-        return DataLook(
+        return protocol.DataLook(
             source_format,
             complete_info(info, source, request),
             num_samples=info.num_read if is_whole else all_samples.num_samples,
@@ -340,7 +317,7 @@ def look(
         )
 
 
-def _measure_pictures(tree: Tree) -> PictureSizes | None:
+def _measure_pictures(tree: Tree) -> protocol.PictureSizes | None:
     images = []
     for file in tree.files:
         with contextlib.suppress(OSError, ValueError):  # which is counted as skipped
@@ -348,14 +325,16 @@ def _measure_pictures(tree: Tree) -> PictureSizes | None:
     images = [image for image in images if image]
     sizes = sorted(map(upright_size, images), key=lambda size: (math.prod(size), size))
     formats = sorted({image.format.lower() for image in images})
-    return PictureSizes(tuple(formats), sizes[0], sizes[-1]) if sizes else None
+    return protocol.PictureSizes(tuple(formats), sizes[0], sizes[-1]) if sizes else None
 
 
 def _find_label(tree: Tree, spec: PrepareSpec) -> str:
-    names = read_columns(tree.path_of(next(file for file in tree.files if is_table(file, tree))), spec.source)
+    names = array_files.read_columns(
+        tree.path_of(next(file for file in tree.files if array_files.is_table(file, tree))), spec.source
+    )
     labels = [name for name in names if name.lower() in LABEL_COLUMNS] or (names if len(names) == 1 else [])
     if len(labels) == 1:
         return labels[0]
-    listed = list_names(names, 20) or "none"
+    listed = protocol.list_names(names, 20) or "none"
     problem = f"which column of {spec.source} is the label? It has {listed}"
     raise JobError(problem, "name it: --label COLUMN")

@@ -7,18 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from csdctl.worker.protocol.json_codec import (
-    Between,
-    Bound,
-    Count,
-    MaxLength,
-    OneOf,
-    ProtocolError,
-    Shape,
-    ShortText,
-    parse_json,
-    read_as,
-)
+from csdctl.worker.protocol import json_codec
+from csdctl.worker.protocol.json_codec import Between, Bound, Count, MaxLength, OneOf, Shape, ShortText
 from csdctl.worker.protocol.recipe import Name, Written
 from csdctl.worker.protocol.run_spec import UserCode
 
@@ -43,8 +33,10 @@ Fields = Annotated[tuple[tuple[str, NumpyType, SampleShape], ...], MaxLength(100
 def is_data_type(text: str) -> bool:
     """Return whether `text` is a type of numpy, the JSON of `Fields`, or '', which is not known yet."""
     try:
-        read_as(Fields, parse_json(text)) if text.startswith("[") else read_as(NumpyType, text or "f4")
-    except ProtocolError:
+        json_codec.read_as(Fields, json_codec.parse_json(text)) if text.startswith(
+            "["
+        ) else json_codec.read_as(NumpyType, text or "f4")
+    except json_codec.ProtocolError:
         return False
     return True
 

@@ -9,26 +9,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from csdctl.worker.protocol.json_codec import (
-    Between,
-    Celsius,
-    Count,
-    Epoch,
-    ExitCode,
-    Measured,
-    NumSteps,
-    OneOf,
-    PingNumber,
-    ProtocolError,
-    RankNumber,
-    Seconds,
-    ShortText,
-    from_tagged,
-    parse_json,
-    shorten,
-    to_tagged,
-    without_surrogates,
-)
+from csdctl.worker.protocol import json_codec
+from csdctl.worker.protocol.json_codec import Count, Epoch, Measured, RankNumber, Seconds, ShortText
 from csdctl.worker.protocol.sandbox import SandboxCheck
 
 EARLY_STOPPING, STOPPED, MAX_STEPS, VERIFIED = "early stopping", "asked to stop", "max steps", "verified"
@@ -68,7 +50,7 @@ class Probed(Event):
     """What a rank has measured, as `Probe` orders, or its memory after the steps that `TakeSteps` orders."""
 
     batch_size: Count
-    step_time_s: Annotated[float, Between(1e-9, 1e6)] | None
+    step_time_s: Annotated[float, json_codec.Between(1e-9, 1e6)] | None
     """Mean seconds of forward, backward and apply for one batch; None: no memory, or steps of all ranks."""
     num_steps: Count
     peak_memory_bytes: Count
@@ -90,7 +72,7 @@ class Progress(Event):
 
     epoch: Epoch
     step: Count
-    steps: NumSteps
+    steps: json_codec.NumSteps
     samples: Count
     compute_s: Seconds
     wait_s: Seconds
@@ -105,7 +87,7 @@ class Progress(Event):
     """The part of wait_s until the slowest rank had computed; the rest is communication."""
     cpu_s: Seconds | None = None
     memory_bytes: Count | None = None
-    temperature_c: Celsius | None = None
+    temperature_c: json_codec.Celsius | None = None
     slow_link: tuple[RankNumber, Seconds, Count] | None = None
     """The rank for whose link rank 0 waited longest, how long, and the bytes that passed it meanwhile."""
 
@@ -140,7 +122,7 @@ class Misbehaved(Event):
 class Pong(Event):
     """The answer to `Ping`."""
 
-    number: PingNumber
+    number: json_codec.PingNumber
 
 
 @dataclass(frozen=True)
@@ -166,7 +148,7 @@ class Rebalanced(Event):
 class SentBytes:
     """Bytes that one rank sent to another. `what` is one of TRAFFIC_NAMES."""
 
-    what: Annotated[str, OneOf(TRAFFIC_NAMES)]
+    what: Annotated[str, json_codec.OneOf(TRAFFIC_NAMES)]
     sender: RankNumber
     receiver: RankNumber
     num_bytes: Count
@@ -269,7 +251,7 @@ class Failed(Event):
 
     message: str
     remedy: str = ""
-    exit_code: ExitCode = 1
+    exit_code: json_codec.ExitCode = 1
 
 
 @dataclass(frozen=True)
@@ -298,7 +280,7 @@ EVENTS: dict[str, type[Event]] = {kind.__name__: kind for kind in Event.__subcla
 
 def event_document(event: Event) -> dict[str, Any]:
     """Return an event as `event` (its type) and its fields by name."""
-    return to_tagged("event", event)
+    return json_codec.to_tagged("event", event)
 
 
 def event_to_line(event: Event) -> str:
@@ -310,12 +292,14 @@ def event_from_line(line: str) -> Event | None:
     """Return the event in `line`, None for any other line. Raises ProtocolError when it is not valid."""
     if not line.startswith(EVENT_PREFIX):
         return None
-    return event_from_document(without_surrogates(parse_json(line.removeprefix(EVENT_PREFIX))))
+    return event_from_document(
+        json_codec.without_surrogates(json_codec.parse_json(line.removeprefix(EVENT_PREFIX)))
+    )
 
 
 def event_from_document(content: Any) -> Event:
     """Return the event that `event_document` returned as `content`. Raises ProtocolError for any other."""
-    event = from_tagged("event", EVENTS, content)
+    event = json_codec.from_tagged("event", EVENTS, content)
     if isinstance(event, Failed | Warned):
         event = dataclasses.replace(event, message=_cut(event.message), remedy=_cut(event.remedy))
     return event
@@ -347,32 +331,40 @@ def check_event(event: Event, nodes: Sequence[str], sender: int | None = None) -
     if event.rank != rank or rank >= len(nodes) or not (event.node == nodes[rank] or is_lost):
         any_rank = f"one of {len(nodes)} ranks and its node"
         expected = any_rank if sender is None else f"rank {rank} on {nodes[rank]}"
-        received = f"rank {event.rank} on {shorten(event.node)}"
-        raise ProtocolError(f"{name}: expected {expected}, received {received}")
+        received = f"rank {event.rank} on {json_codec.shorten(event.node)}"
+        raise json_codec.ProtocolError(f"{name}: expected {expected}, received {received}")
     if event.rank != 0:
         _check_is_own(event)
     if isinstance(event, Verified) and {len(event.batch_sizes), len(event.differences)} != {len(nodes)}:
-        raise ProtocolError(f"{name}: expected results of {len(nodes)} ranks, received a different number")
+        raise json_codec.ProtocolError(
+            f"{name}: expected results of {len(nodes)} ranks, received a different number"
+        )
     named: Sequence[str] = event.nodes if isinstance(event, WaitingFor) else ()
     if isinstance(event, Rebalanced):
         named = (event.slowest,)
     if len(named) > len(nodes) or not set(named) <= set(nodes):
-        raise ProtocolError(f"{name}: expected nodes of the run, received {shorten(named)}")
+        raise json_codec.ProtocolError(
+            f"{name}: expected nodes of the run, received {json_codec.shorten(named)}"
+        )
     if unknown := set(_ranks_in(event)) - set(map(str, range(len(nodes)))):
-        raise ProtocolError(f"{name}: expected ranks of the run, received {shorten(sorted(unknown))}")
+        raise json_codec.ProtocolError(
+            f"{name}: expected ranks of the run, received {json_codec.shorten(sorted(unknown))}"
+        )
 
 
 def _check_is_own(event: Event) -> None:
     name = type(event).__name__
     if isinstance(event, FROM_RANK_0):
-        raise ProtocolError(f"{name}: expected only from rank 0")
+        raise json_codec.ProtocolError(f"{name}: expected only from rank 0")
     for field_name in FIELDS_OF_RANK_0.get(type(event), ()):
         value = getattr(event, field_name)
         if type(value) is float or value not in _UNSET:
-            raise ProtocolError(f"{name}.{field_name}: expected only from rank 0, received {shorten(value)}")
+            raise json_codec.ProtocolError(
+                f"{name}.{field_name}: expected only from rank 0, received {json_codec.shorten(value)}"
+            )
     for row in event.sent if isinstance(event, Traffic) else ():
         if event.rank not in (row.sender, row.receiver) or 0 in (row.sender, row.receiver):
-            raise ProtocolError(
+            raise json_codec.ProtocolError(
                 f"{name}: expected bytes between rank {event.rank} and ranks behind it, "
                 f"received those from {row.sender} to {row.receiver}"
             )

@@ -3,16 +3,8 @@
 import json
 from dataclasses import dataclass
 
-from csdctl.worker.protocol.json_codec import (
-    BatchSize,
-    Count,
-    PingNumber,
-    RankNumber,
-    ShortText,
-    from_tagged,
-    parse_json,
-    to_tagged,
-)
+from csdctl.worker.protocol import json_codec
+from csdctl.worker.protocol.json_codec import BatchSize, Count, PingNumber, RankNumber, ShortText
 from csdctl.worker.protocol.probe import ProbeRequest
 
 
@@ -78,9 +70,9 @@ ORDERS: dict[str, type[Order]] = {kind.__name__: kind for kind in Order.__subcla
 
 def order_to_line(order: Order) -> str:
     """Return an order as the line that a rank reads."""
-    return json.dumps(to_tagged("order", order), separators=(",", ":"))
+    return json.dumps(json_codec.to_tagged("order", order), separators=(",", ":"))
 
 
 def order_from_line(line: str) -> Order:
     """Return the order in `line`. Raises ProtocolError."""
-    return from_tagged("order", ORDERS, parse_json(line))
+    return json_codec.from_tagged("order", ORDERS, json_codec.parse_json(line))

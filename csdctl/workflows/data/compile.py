@@ -162,7 +162,7 @@ class ModelCompiler:
         root, reason = self.space.project.root, load_kept(directory / REASON, str) or ""
         if reason:
             self.say(f"{what} runs with Python's TensorFlow: {reason}")
-            return replace(model, not_compiled=reason)
+            return model
         files = (store_file(directory / name, root, TrafficClass.MODEL) for name in FILES)
         templates = [directory / name for name in TEMPLATES if (directory / name).exists()]
         template = str(templates[0].relative_to(root)) if templates else ""

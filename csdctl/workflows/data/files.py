@@ -16,43 +16,19 @@ from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
-from csdctl.documents import (
-    MAX_JSON_BYTES,
-    build_atomically,
-    load_kept,
-    load_text,
-    save_json,
-    save_text,
-    write_atomically,
-)
+from csdctl import documents
+from csdctl.documents import build_atomically, load_kept, save_json
 from csdctl.errors import InputError
 from csdctl.fleet.model import HOST_NAME, Fleet
-from csdctl.job.model import Job, load_job, python_files
+from csdctl.job.model import Job, load_job
 from csdctl.notify import Say
 from csdctl.placement.equation1 import Placed
-from csdctl.reporting.numbers import format_count
 from csdctl.runs.directory import ProjectDirectory
 from csdctl.runs.ledger import record_traffic
-from csdctl.shipping.deliver import (
-    DEFAULT_IGNORED,
-    Delivery,
-    FileTree,
-    OnDeliveryProgress,
-    TreeRequest,
-    deliver,
-    pack_payload,
-    parse_tree,
-    read_tree,
-)
-from csdctl.shipping.store import (
-    StoredFile,
-    hash_file,
-    pack_code,
-    pack_worker,
-    store_bytes,
-    store_file,
-    stored_as,
-)
+from csdctl.shipping import deliver as delivery
+from csdctl.shipping import store
+from csdctl.shipping.deliver import Delivery, deliver, pack_payload
+from csdctl.shipping.store import StoredFile, hash_file, pack_worker, store_bytes, store_file, stored_as
 from csdctl.shipping.worker_calls import call_worker
 from csdctl.transport.local import LocalSession
 from csdctl.transport.many import Outcome, run_on_all, run_on_nodes, values_or_raise
@@ -96,8 +72,6 @@ class SerializedModel:
     """Graph, info and state of the compiled step."""
     template: str = ""
     """Path, relative to the project, of a file of Keras with the model; '' for none."""
-    not_compiled: str = ""
-    """Why there are none, once that has been tried."""
 
     @property
     def step(self) -> CompiledStep | None:
@@ -165,9 +139,11 @@ def serialize_model(
     ):
         on_build()
         _build(job, worker, host, directory, shapes)
-    info = from_json(ModelInfo, load_text(directory / "info.json", max_bytes=MAX_JSON_BYTES))
+    info = from_json(
+        ModelInfo, documents.load_text(directory / "info.json", max_bytes=documents.MAX_JSON_BYTES)
+    )
     roots = job.code_roots if info.needs_code else job.augment_roots
-    code = store_bytes(pack_code(roots), ".zip", project.root, TrafficClass.CODE) if roots else None
+    code = store_bytes(store.pack_code(roots), ".zip", project.root, TrafficClass.CODE) if roots else None
     architecture, weights, *parts = (
         store_file(directory / name, project.root, TrafficClass.MODEL)
         for name in ("architecture.json", "weights.npz", *(PART_FILES if info.features else ()))
@@ -181,12 +157,6 @@ def shapes_of(data: DatasetInfo) -> SampleShapes:
         name: ("float32" if dtype == "uint8" or dtype.startswith("float") else dtype, shape)
         for name, (dtype, shape) in data.inputs.items()
     }
-
-
-def describe_code(code: StoredFile, roots: Sequence[Path]) -> str:
-    """Return in words what is sent: the files, their number and a hash."""
-    names = ", ".join(f"{root.name}/" if root.is_dir() else root.name for root in roots)
-    return f"{names} ({format_count(python_files(roots), 'file')}, {code.sha256[:12]})"
 
 
 def _build(job: Job, worker: StoredFile, host: Session, directory: Path, shapes: SampleShapes | None) -> None:
@@ -205,7 +175,9 @@ def _build(job: Job, worker: StoredFile, host: Session, directory: Path, shapes:
         info = call("build", request, ModelInfo, patience=within(BUILD_DEADLINE_S))
         for name in MODEL_FILES:
             (aside / name).touch()  # of a model that is not built, nothing was written
-        save_text(aside / "info.json", to_json(info) + "\n")  # inputs in the model's order, as `fit` has them
+        documents.save_text(
+            aside / "info.json", to_json(info) + "\n"
+        )  # inputs in the model's order, as `fit` has them
         listed = {name: [dtype, list(shape)] for name, (dtype, shape) in (shapes or {}).items()}
         save_json(aside / SHAPES, listed)
         save_json(aside / HASHES, {file: hash_file(aside / file) for file in _files_of(aside)})
@@ -321,7 +293,7 @@ def _cut(
             if len(array) != public.num_samples:
                 problem = f"{source} has {len(array)} rows, expected {public.num_samples}"
                 raise InputError(problem, remedy="run `csdctl prepare`")
-            with write_atomically(target) as file:
+            with documents.write_atomically(target) as file:
                 np.save(file, array[rows])
         hashes = [hash_file(target) for target in targets]
         save_json(record, hashes)
@@ -339,10 +311,10 @@ def deploy(
     say: Say,
     *,
     trees: Sequence[str] = (),
-    ignored: Sequence[str] = DEFAULT_IGNORED,
+    ignored: Sequence[str] = delivery.DEFAULT_IGNORED,
     is_dry_run: bool = False,
-    on_tree: Callable[[TreeRequest, FileTree], None],
-    on_progress: OnDeliveryProgress,
+    on_tree: Callable[[delivery.TreeRequest, delivery.FileTree], None],
+    on_progress: delivery.OnDeliveryProgress,
     on_done: Callable[[Outcome[Delivery]], None],
 ) -> dict[str, Outcome[Delivery]]:
     """Deploy the files of `job`, or `trees` instead, each SOURCE[:DESTINATION], to every node of `fleet`.
@@ -352,8 +324,8 @@ def deploy(
     """
     if trees:
         packed = []
-        for tree in map(parse_tree, trees):
-            packed.append(read_tree(tree, ignored))
+        for tree in map(delivery.parse_tree, trees):
+            packed.append(delivery.read_tree(tree, ignored))
             on_tree(tree, packed[-1])
         payload = pack_payload(trees=packed)
     elif job.is_dir():

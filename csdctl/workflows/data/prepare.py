@@ -20,7 +20,7 @@ from csdctl.documents import load_kept, save_json, save_text
 from csdctl.errors import InputError, RemoteCommandError
 from csdctl.fleet.model import HOST_NAME, Fleet
 from csdctl.job.compatibility import check_compatibility, check_noise, inputs_of, is_regression
-from csdctl.job.model import HostData, Job, PrivateData, find_imported
+from csdctl.job.model import HostData, Job, PrivateData, find_imported, python_files
 from csdctl.notify import Say
 from csdctl.reporting.numbers import format_count
 from csdctl.runs.directory import ProjectDirectory
@@ -38,14 +38,7 @@ from csdctl.worker.protocol.model_info import AugmentTrial, ModelInfo
 from csdctl.worker.protocol.recipe import Recipe
 from csdctl.worker.protocol.run_spec import UserCode
 from csdctl.workflows.data.compile import ModelCompiler, start_compiling
-from csdctl.workflows.data.files import (
-    SerializedModel,
-    describe_code,
-    serialize_model,
-    shapes_of,
-    store_worker,
-    whole,
-)
+from csdctl.workflows.data.files import SerializedModel, serialize_model, shapes_of, store_worker, whole
 from csdctl.workflows.workspace.event_stream import EventStream, OnProgress
 from csdctl.workflows.workspace.workspace import Workspace, call_machine, open_workspace
 
@@ -188,13 +181,8 @@ class Prepared:
     """By node that cannot be reached, its private data as it was recorded."""
     prepare_node: Callable[[Session], DatasetInfo] | None = None
     """Prepare private data on a node that can be reached later; raises CsdctlError."""
-    elapsed_s: float = 0.0
-    """Seconds until all of this was there; most of them pass on machines that look at what they have."""
-
-    @property
-    def again_s(self) -> float:
-        """Seconds that preparing once more is expected to take."""
-        return min(self.elapsed_s, MAX_AGAIN_S)
+    again_s: float = 0.0
+    """Seconds that preparing once more is expected to take: machines look at what they have."""
 
     @property
     def num_private(self) -> dict[str, int]:
@@ -249,7 +237,9 @@ def prepare_job(
         public = preparing.on_host("public", job.data.public)
     preparing.spec = follow(preparing.spec, public)
     if model.code:
-        say(f"code for the nodes: {describe_code(model.code, model.code_roots)}")
+        names = ", ".join(f"{root.name}/" if root.is_dir() else root.name for root in model.code_roots)
+        number = format_count(python_files(model.code_roots), "file")
+        say(f"code for the nodes: {names} ({number}, {model.code.sha256[:12]})")
     _check_augment(job, model, public, worker, space, say=say)
     validation = None
     if data := job.data.validation:
@@ -407,7 +397,7 @@ def prepare_in(space: Workspace, job: Job, events: EventStream, **options: bool)
     began = time.monotonic()
     with events.working("preparing data") as on_progress:
         prepared = prepare_job(job, space, events.say, on_progress, **options)
-    return replace(prepared, elapsed_s=time.monotonic() - began)
+    return replace(prepared, again_s=min(time.monotonic() - began, MAX_AGAIN_S))
 
 
 def prepare_fleet(job: Job, fleet: Fleet, directory: Path, events: EventStream) -> Prepared:

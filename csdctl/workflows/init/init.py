@@ -33,15 +33,8 @@ from csdctl.shipping.store import StoredFile
 from csdctl.shipping.worker_calls import call_worker
 from csdctl.transport.local import LocalSession
 from csdctl.transport.program import within
-from csdctl.worker.protocol.datasets import (
-    SAMPLE_WEIGHT,
-    DataLook,
-    DatasetInfo,
-    LookSpec,
-    PictureSizes,
-    PrepareSpec,
-    equals,
-)
+from csdctl.worker.protocol import datasets as protocol
+from csdctl.worker.protocol.datasets import DataLook, DatasetInfo, PrepareSpec, equals
 from csdctl.worker.protocol.model_info import ModelInfo, OutputInfo, ScriptFit, ScriptRequest
 from csdctl.workflows.data.files import SerializedModel, serialize_model, shapes_of, store_worker
 from csdctl.workflows.data.prepare import add_function, first_spec, follow
@@ -111,7 +104,9 @@ def is_any_size(model: ModelInfo) -> bool:
     return len(model.input_shape) != 3 or 0 in model.input_shape
 
 
-def choose_picture_shape(model: ModelInfo, pictures: PictureSizes | None) -> tuple[tuple[int, ...], str]:
+def choose_picture_shape(
+    model: ModelInfo, pictures: protocol.PictureSizes | None
+) -> tuple[tuple[int, ...], str]:
     """Return height, width and channels of pictures, and why, for a model that takes any size."""
     channels = (model.input_shape[2] if len(model.input_shape) == 3 else 3) or 3
     if pictures and pictures.smallest == pictures.largest:
@@ -125,7 +120,7 @@ def choose_loss(looks: Looks) -> LossChoice | None:
     A compiled model has one, unless its last layer gives logits and its loss does not know.
     """
     model, data = looks.model, looks.public.info
-    fields = [name for name in data.labels if name != SAMPLE_WEIGHT]
+    fields = [name for name in data.labels if name != protocol.SAMPLE_WEIGHT]
     if model.has_own_step or len(model.outputs) != 1:
         return None
     [output] = model.outputs
@@ -569,5 +564,5 @@ class _Looking:
         function = data.function if data else ""
         spec, _ = add_function(spec, job, function, self.project)
         call = partial(call_worker, self.host, sys.executable, self.worker.path, doing="inspecting the data")
-        request = LookSpec(replace(spec, source=source), self.request.label, self.request.dropped)
+        request = protocol.LookSpec(replace(spec, source=source), self.request.label, self.request.dropped)
         return call("look", request, DataLook, partial(self.on_progress, name))

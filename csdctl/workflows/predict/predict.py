@@ -33,16 +33,9 @@ from csdctl.runs.directory import ProjectDirectory, RunDirectory
 from csdctl.shipping.worker_calls import fetch_results
 from csdctl.transport.many import Outcome, errors_of, run_on_all, values_or_raise
 from csdctl.transport.meter import TrafficClass
+from csdctl.worker.protocol import features as protocol
 from csdctl.worker.protocol.datasets import DatasetInfo
-from csdctl.worker.protocol.features import (
-    RESULT_STORE,
-    SIGMOID,
-    SOFTMAX,
-    VALUES,
-    ExtractSpec,
-    ResultRule,
-    SendSpec,
-)
+from csdctl.worker.protocol.features import SIGMOID, SOFTMAX, VALUES, ResultRule
 from csdctl.worker.protocol.model_info import ModelInfo, OutputInfo
 from csdctl.workflows.data.compile import ModelCompiler, as_prefix, files_of
 from csdctl.workflows.data.files import SerializedModel, deploy_files, whole
@@ -419,9 +412,9 @@ class Prediction:
 
     def _predict(self, part: Part, on_progress: OnProgress) -> ResultBlock:
         space, worker, machine = self.space, self.prepared.worker, part.machine
-        spec = ExtractSpec(
+        spec = protocol.ExtractSpec(
             whole(part.info),
-            RESULT_STORE,
+            protocol.RESULT_STORE,
             as_prefix(self.prepared.model),
             default_runtime(machine, space.fleet, space.facts),
             self.rules,
@@ -433,7 +426,7 @@ class Prediction:
         dtype = self._check_dtype(info, part)
         num_bytes = part.info.num_samples * dtype.itemsize + MAX_HEADER_BYTES
         traffic = TrafficClass[self.request.want.upper()] if part.data == PRIVATE else TrafficClass.PUBLIC
-        send = SendSpec(Path(info.path).name, info.images_sha256, num_bytes)
+        send = protocol.SendSpec(Path(info.path).name, info.images_sha256, num_bytes)
         session, python = space.sessions[machine], space.fleet.python_of(machine)
         with tempfile.TemporaryFile(dir=space.project.state) as file:
             fetch_results(session, python, worker.path, send, file, traffic_class=traffic, doing=DOING)

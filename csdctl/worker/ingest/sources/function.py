@@ -23,29 +23,13 @@ import numpy as np
 from csdctl.worker.compute.backend import has_libraries_only, keras, load_backend, tf
 from csdctl.worker.data.arrays import Array, as_samples, label_dtype
 from csdctl.worker.data.file_hash import check_stored
+from csdctl.worker.ingest.sources import source as sources
 from csdctl.worker.ingest.sources.arrays import ArraySource
 from csdctl.worker.ingest.sources.images import ImageDecoder, known_shape
-from csdctl.worker.ingest.sources.source import (
-    GIVE_ONE_SHAPE,
-    Block,
-    Candidate,
-    DecodedSource,
-    SampleSource,
-    StructureError,
-    Tree,
-    block_at,
-    to_records,
-)
+from csdctl.worker.ingest.sources.source import Block, DecodedSource, StructureError, Tree, to_records
 from csdctl.worker.process.errors import JobError, WorkerError, describe, find_remedy
-from csdctl.worker.protocol.datasets import (
-    INPUT,
-    LABEL,
-    OUTPUT,
-    SAMPLE_WEIGHT,
-    PrepareSpec,
-    name_of_position,
-    takes,
-)
+from csdctl.worker.protocol import datasets as protocol
+from csdctl.worker.protocol.datasets import OUTPUT, SAMPLE_WEIGHT, PrepareSpec, takes
 
 ENDING = "yield each sample once, without repeat() or an endless loop: every epoch reads all samples"
 USE_NUMBERS = (
@@ -80,20 +64,20 @@ class UserFunction:
         stated = re.match(r"[0-9a-f]{64}", self._path.name)  # the name of a file in the store
         if stated and stated[0] != hashlib.sha256(source).hexdigest():
             raise WorkerError(f"{self._path} has been changed since csdctl sent it", remedy="deploy again")
-        sources = [source]
+        texts = [source]
         if self._code:
             check_stored(self._code)
             archive = str(Path(self._code).resolve())
             sys.path.insert(0, archive)
             with zipfile.ZipFile(archive) as packed:
-                sources += [packed.read(name) for name in packed.namelist()]
-        self._words = set(re.findall(r"\w+", b" ".join(sources).decode(errors="replace")))
+                texts += [packed.read(name) for name in packed.namelist()]
+        self._words = set(re.findall(r"\w+", b" ".join(texts).decode(errors="replace")))
         random.seed(SHUFFLE_SEED)
         np.random.seed(SHUFFLE_SEED)
         mention = rb"tensorflow|keras"
         if has_libraries_only():  # then what only mentions it may run
             mention = rb"(?m)^\s*(?:import|from)\b.*(?:tensorflow|keras)"
-        if any(re.search(mention, text) for text in sources):
+        if any(re.search(mention, text) for text in texts):
             load_backend()
             keras.utils.set_random_seed(SHUFFLE_SEED)
         return self.guard(lambda: self._load(source)(str(root)))
@@ -159,7 +143,7 @@ class Elements(DecodedSource):
             first, stop = stop, stop + len(samples)
             if stop > start:
                 num_skipped = max(0, start - first)
-                yield block_at(first + num_skipped, samples[num_skipped:], labels[num_skipped:])
+                yield sources.block_at(first + num_skipped, samples[num_skipped:], labels[num_skipped:])
 
     def _records(self) -> Iterator[tuple[Array, Array]]:
         while (element := self._function.guard(lambda: next(self._elements, END))) is not END:
@@ -171,7 +155,7 @@ class Elements(DecodedSource):
                 raise StructureError(f"yields {len(samples)} samples with {len(labels)} labels")
             yield samples, labels
 
-    def candidates(self) -> Iterator[Candidate]:
+    def candidates(self) -> Iterator[sources.Candidate]:
         """Yield all samples. Raises StructureError if they differ in shape or type."""
         expected = None
         shape = known_shape(self._spec.picture)
@@ -185,7 +169,7 @@ class Elements(DecodedSource):
                 self._decoder = ImageDecoder(self._spec.picture)
             form = None if is_image else sample.shape, label.shape, sample.dtype, label_dtype(label.dtype)
             if expected not in (None, form):
-                raise StructureError("yields samples of different shapes or types", GIVE_ONE_SHAPE)
+                raise StructureError("yields samples of different shapes or types", sources.GIVE_ONE_SHAPE)
             expected = form
             yield sample, label
 
@@ -194,7 +178,7 @@ class Elements(DecodedSource):
         return self._decoder.fit(content) if self._decoder else content, label
 
 
-def call_function(tree: Tree, spec: PrepareSpec, threads: int) -> SampleSource:
+def call_function(tree: Tree, spec: PrepareSpec, threads: int) -> sources.SampleSource:
     """Call the user's function, and return its result as a source. Raises WorkerError, exit code 2."""
     function = UserFunction(spec)
     returned = function.call(tree.root)
@@ -289,7 +273,7 @@ def no_labels(num_samples: tuple[int, ...]) -> Array:
 
 def _name_inputs(samples: Any, spec: PrepareSpec) -> Parts:
     """Return the parts of `samples` by the names of the model's inputs. '' if there is only one."""
-    parts, names = _parts_of(samples, INPUT), list(spec.inputs)
+    parts, names = _parts_of(samples, protocol.INPUT), list(spec.inputs)
     if len(names) == len(parts) == 1 and "" in (*names, *parts):
         return {names[0]: next(iter(parts.values()))}
     if names and set(names) <= set(parts):  # Keras leaves out what the model does not take, too
@@ -315,7 +299,7 @@ def _name_outputs(labels: Any, weights: Any, spec: PrepareSpec) -> Parts:
         remedy = "return one weight for each sample, or weigh losses instead"
         raise StructureError("returned weights for each output", remedy)
     if "" in parts:
-        parts = {LABEL: parts[""]}
+        parts = {protocol.LABEL: parts[""]}
     return parts | {SAMPLE_WEIGHT: next(iter(weight_parts.values()))}
 
 
@@ -328,7 +312,7 @@ def _parts_of(structure: Any, kind: str) -> Parts:
                 remedy = f"name inputs and outputs with up to {MAX_NAME} printable ASCII characters"
                 raise StructureError(f"returned the name {str(name)[:MAX_NAME]!r}", remedy)
     elif isinstance(structure, tuple | list) and structure and all(map(_is_part, structure)):
-        parts = {name_of_position(kind, number): part for number, part in enumerate(structure)}
+        parts = {protocol.name_of_position(kind, number): part for number, part in enumerate(structure)}
         if len(parts) == 1:
             parts = {"": structure[0]}
     else:

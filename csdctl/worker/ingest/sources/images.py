@@ -17,14 +17,8 @@ from typing import Any
 import numpy as np
 
 from csdctl.worker.data.arrays import Array
-from csdctl.worker.ingest.sources.source import (
-    Candidate,
-    DataFile,
-    DecodedSource,
-    Tree,
-    UnusableError,
-    data_error,
-)
+from csdctl.worker.ingest.sources import source as sources
+from csdctl.worker.ingest.sources.source import Candidate, DataFile, Tree, UnusableError, data_error
 from csdctl.worker.process.errors import JobError, describe
 from csdctl.worker.protocol.datasets import ImageRule, PrepareSpec, list_names
 
@@ -166,7 +160,7 @@ class ImageDecoder:
         return padded
 
 
-class ClassFolders(DecodedSource):
+class ClassFolders(sources.DecodedSource):
     """Images in class folders, class by class and sorted by path."""
 
     def __init__(self, tree: Tree, spec: PrepareSpec, threads: int) -> None:

@@ -11,24 +11,12 @@ from typing import Any
 import numpy as np
 
 from csdctl.worker.data.arrays import Array
+from csdctl.worker.engine import tensorflow_c
 from csdctl.worker.engine.protobuf import BYTES, FIXED32, VARINT, encode_field, parse_fields, parse_int64s
-from csdctl.worker.engine.tensorflow_c import (
-    OUT_OF_RANGE,
-    STRING,
-    TYPES,
-    FunctionInfo,
-    GraphSession,
-    TensorFlowError,
-)
+from csdctl.worker.engine.tensorflow_c import STRING, FunctionInfo, TensorFlowError
+from csdctl.worker.ingest.sources import source as sources
 from csdctl.worker.ingest.sources.images import ImageDecoder, known_shape
-from csdctl.worker.ingest.sources.source import (
-    Candidate,
-    DataFile,
-    DecodedSource,
-    Tree,
-    UnusableError,
-    data_error,
-)
+from csdctl.worker.ingest.sources.source import Candidate, Tree, UnusableError, data_error
 from csdctl.worker.protocol.datasets import PrepareSpec
 from csdctl.worker.protocol.run_spec import Runtime
 
@@ -39,12 +27,12 @@ BUFFER_BYTES = 256 << 10
 Feature = list[bytes] | list[float] | list[int]
 
 
-def is_record_file(file: DataFile, tree: Tree) -> bool:
+def is_record_file(file: sources.DataFile, tree: Tree) -> bool:
     """Return whether a file has the name of a TFRecord file: x.tfrecord, x-00000-of-00010, …"""
     return bool(re.match(r".+(\.tfrecords?|\.tfrec|-\d{5}-of-\d{5})(\.gz)?$", tree.path_of(file).name))
 
 
-class RecordFiles(DecodedSource):
+class RecordFiles(sources.DecodedSource):
     """The examples of TFRecord files, in order of their paths."""
 
     def __init__(self, tree: Tree, spec: PrepareSpec, threads: int) -> None:
@@ -193,14 +181,14 @@ class RecordReader:
         feeds, empty = ("filename", "compression", "buffer_bytes"), encode_field(2, b"")
         nodes = [
             *(_node(name, "Placeholder", (), dtype=_type(STRING)) for name in feeds[:2]),
-            _node(feeds[2], "Placeholder", (), dtype=_type(TYPES["int64"])),
+            _node(feeds[2], "Placeholder", (), dtype=_type(tensorflow_c.TYPES["int64"])),
             _node("records", "TFRecordDataset", feeds),
             _node("iterator", "IteratorV2", (), shared_name=empty, container=empty, **elements),
             _node("begin", "MakeIterator", ["records", "iterator"]),
             _node("next", "IteratorGetNext", ["iterator"], **elements),
         ]
         # It computes in the thread of its caller.
-        session = GraphSession(b"".join(nodes), Runtime(), in_caller=True)
+        session = tensorflow_c.GraphSession(b"".join(nodes), Runtime(), in_caller=True)
         self._begin = session.find("begin", FunctionInfo(feeds, (), ("begin",)))
         self._next = session.find("next", FunctionInfo((), ("next",)))
 
@@ -211,7 +199,7 @@ class RecordReader:
             try:
                 record = self._next().string(0)
             except TensorFlowError as error:
-                if error.code == OUT_OF_RANGE:
+                if error.code == tensorflow_c.OUT_OF_RANGE:
                     return
                 raise
             yield record

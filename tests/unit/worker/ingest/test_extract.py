@@ -16,21 +16,9 @@ from csdctl.worker.data.prepared import rows_of
 from csdctl.worker.engine.forward import to_results
 from csdctl.worker.ingest.extract import LINE_BYTES, extract, fingerprint_of, gather, of_sources, send
 from csdctl.worker.process.errors import WorkerError
+from csdctl.worker.protocol import features
 from csdctl.worker.protocol.datasets import PrepareProgress
-from csdctl.worker.protocol.features import (
-    RESULT_STORE,
-    SIGMOID,
-    SOFTMAX,
-    VALUES,
-    Augmented,
-    Extracted,
-    ExtractSpec,
-    Gathered,
-    GatheredPart,
-    GatherSpec,
-    ResultRule,
-    SendSpec,
-)
+from csdctl.worker.protocol.features import SIGMOID, SOFTMAX, ExtractSpec, GatheredPart, ResultRule, SendSpec
 from csdctl.worker.protocol.json_codec import ProtocolError, from_json, to_json
 from csdctl.worker.protocol.run_spec import DatasetSlice, Prefix, Runtime, UserCode
 from tests.unit.worker.compute.built_models import keras
@@ -46,7 +34,7 @@ from tests.unit.worker.ingest.prepared_data import (
 )
 
 NUM_VIEWS = 3
-CLASSES, ALL = (ResultRule("", SOFTMAX),), (ResultRule("", VALUES),)
+CLASSES, ALL = (ResultRule("", SOFTMAX),), (ResultRule("", features.VALUES),)
 
 
 def of_another_model(rows: Path, spec: ExtractSpec) -> None:
@@ -73,9 +61,9 @@ def test_damaged_or_foreign_features_are_computed_again(
 ) -> None:
     spec = extract_spec(tmp_path)
     first = extract(spec)
-    assert extract(spec) == Extracted(first.parts, 0)
+    assert extract(spec) == features.Extracted(first.parts, 0)
     damage(Path(first.parts[0].path), spec)
-    assert extract(spec) == Extracted(first.parts, NUM_SAMPLES)
+    assert extract(spec) == features.Extracted(first.parts, NUM_SAMPLES)
 
 
 def with_infinite_weights(spec: ExtractSpec) -> ExtractSpec:
@@ -180,8 +168,8 @@ NAME, HASH = "ab" * 32, hashlib.sha256(CONTENT).hexdigest()
 
 
 def test_stored_results_are_sent_in_lines(tmp_path: Path) -> None:
-    (tmp_path / RESULT_STORE / NAME).mkdir(parents=True)
-    (tmp_path / RESULT_STORE / NAME / "images.npy").write_bytes(CONTENT)
+    (tmp_path / features.RESULT_STORE / NAME).mkdir(parents=True)
+    (tmp_path / features.RESULT_STORE / NAME / "images.npy").write_bytes(CONTENT)
     lines = list[str]()
     send(SendSpec(NAME, HASH, len(CONTENT)), lines.append, home=tmp_path)
     assert len(lines) == 4
@@ -211,7 +199,7 @@ class TestViews:
     @staticmethod
     def views(spec: ExtractSpec) -> ExtractSpec:
         reference = f"{Path(spec.store).parent / 'functions.py'}:scale"
-        return replace(spec, augmented=Augmented(reference, 5, NUM_VIEWS))
+        return replace(spec, augmented=features.Augmented(reference, 5, NUM_VIEWS))
 
     def test_views_are_what_the_function_makes_of_each_sample(self, spec: ExtractSpec) -> None:
         found = extract(self.views(spec))
@@ -263,15 +251,15 @@ def parts(tmp_path: Path, wanted: ExtractSpec) -> list[GatheredPart]:
     return found
 
 
-def gather_parts(wanted: ExtractSpec, *parts: GatheredPart) -> Gathered:
-    return gather(GatherSpec(wanted, (5,), parts))
+def gather_parts(wanted: ExtractSpec, *parts: GatheredPart) -> features.Gathered:
+    return gather(features.GatherSpec(wanted, (5,), parts))
 
 
 def test_extract_finds_what_was_gathered(
     wanted: ExtractSpec, parts: list[GatheredPart], tmp_path: Path
 ) -> None:
-    assert gather_parts(wanted) == Gathered(is_stored=False)
-    assert gather_parts(wanted, *parts) == gather_parts(wanted) == Gathered(is_stored=True)
+    assert gather_parts(wanted) == features.Gathered(is_stored=False)
+    assert gather_parts(wanted, *parts) == gather_parts(wanted) == features.Gathered(is_stored=True)
     found, alone = extract(wanted), extract(replace(wanted, store=str(tmp_path / "alone")))
     assert (found.num_computed, alone.num_computed) == (0, NUM_SAMPLES)
     assert [replace(part, path="") for part in found.parts] == [
@@ -307,13 +295,13 @@ def test_what_cannot_be_the_features_is_refused(
 ) -> None:
     with pytest.raises(WorkerError, match=said):
         gather_parts(wanted, *lie(parts))
-    assert gather_parts(wanted) == Gathered(is_stored=False)
+    assert gather_parts(wanted) == features.Gathered(is_stored=False)
     assert extract(wanted).num_computed == NUM_SAMPLES
 
 
 SOURCE = DatasetSlice("images.npy", "labels.npy", 0, 60, 7, "a" * 64, "b" * 64)
 PREFIX = Prefix("model.json", "model.npz", (0.0, 1.0), "float32", UserCode("code.zip", ("mine",)))
-VIEWS = Augmented("/somewhere/functions.py:scale", 5, 3)
+VIEWS = features.Augmented("/somewhere/functions.py:scale", 5, 3)
 SPEC = ExtractSpec(SOURCE, "store", PREFIX, Runtime(), augmented=VIEWS)
 RESULTS = replace(SPEC, augmented=None, results=(ResultRule("", SOFTMAX),))
 
@@ -335,7 +323,7 @@ DEPENDS = {
     "number of views": replace(SPEC, augmented=replace(VIEWS, num_views=4)),
     "results": RESULTS,
     "layer": replace(RESULTS, layer="hidden"),
-    "kind of result": replace(RESULTS, results=(ResultRule("", VALUES),)),
+    "kind of result": replace(RESULTS, results=(ResultRule("", features.VALUES),)),
     "logits": replace(RESULTS, results=(ResultRule("", SOFTMAX, from_logits=True),)),
 }
 

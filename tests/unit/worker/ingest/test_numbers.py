@@ -40,14 +40,12 @@ def write_npy(root: Path, y: Any) -> None:
     [
         (BIG, np.float32),
         (-BIG, np.float32),
-        (BIG.astype(np.uint32), np.float32),
         (BIG.astype(np.uint64) + np.uint64(1 << 63), np.float32),
         (BIG.astype(">i8"), np.float32),
         (FEW, np.float32),
         (FEW.astype(np.uint8), np.int32),
         (FEW.astype(bool), np.float32),
         (np.asfortranarray(np.stack([BIG, FEW], axis=1)), np.float32),
-        (BIG.astype(np.float64), np.float32),
         (FEW.astype(np.float16), np.float32),
     ],
     ids=str,
@@ -117,7 +115,6 @@ def with_value(value: float, shape: tuple[int, ...] = (3, 2), dtype: Any = np.fl
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "sample": ({"x": with_value(np.nan)}, "NaN or infinity in samples, row 1 "),
-    "float16": ({"x": with_value(np.inf, dtype=np.float16)}, "NaN or infinity in samples, row 1 "),
     "large sample": ({"x": with_value(1e39)}, "beyond the range of float32 in samples, row 1 "),
     "label": ({"y": with_value(np.nan, (3,))}, "NaN or infinity in labels, row 1 "),
     "large label": ({"y": with_value(-1e300, (3,))}, "beyond the range of float32 in labels, row 1 "),

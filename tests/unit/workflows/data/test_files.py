@@ -22,15 +22,8 @@ from csdctl.worker.data.prepared import rows_of
 from csdctl.worker.protocol.datasets import DatasetInfo
 from csdctl.worker.protocol.recipe import Recipe
 from csdctl.worker.protocol.run_spec import DatasetSlice
-from csdctl.workflows.data.files import (
-    SampleShapes,
-    SerializedModel,
-    cut_shards,
-    deploy,
-    serialize_model,
-    shapes_of,
-    store_worker,
-)
+from csdctl.workflows.data import files as model_files
+from csdctl.workflows.data.files import SampleShapes, SerializedModel, cut_shards, shapes_of
 
 PLACED = place_shards({"host": 10, "csd0": 5, "csd1": 5}, {}, 40)
 
@@ -128,7 +121,7 @@ def test_files_of_a_tree_and_the_node_that_fails(
         (tree / name).write_text("x")
     packed: list[FileTree] = []
     finished: list[str] = []
-    outcomes = deploy(
+    outcomes = model_files.deploy(
         Path("job.yaml"),
         Fleet((Node("csd0", "127.0.0.1", port=1),)),
         tmp_path,
@@ -167,7 +160,9 @@ def serialize(
 ) -> SerializedModel:
     project = ProjectDirectory(job.path.parent)
     with closing(LocalSession(HOST_NAME, project.root)) as host:
-        return serialize_model(job, store_worker(project), host, project, shapes, on_build)
+        return model_files.serialize_model(
+            job, model_files.store_worker(project), host, project, shapes, on_build
+        )
 
 
 @pytest.fixture(scope="module")

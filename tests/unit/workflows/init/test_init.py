@@ -14,17 +14,8 @@ from csdctl.job.model import Job
 from csdctl.worker.protocol.datasets import DataLook, DatasetInfo, PictureSizes, TableSchema
 from csdctl.worker.protocol.model_info import ModelInfo, OutputInfo, OwnCompile, ScriptFit
 from csdctl.worker.protocol.recipe import LossTerm, Recipe, ReduceOnPlateau
-from csdctl.workflows.init.init import (
-    InitRequest,
-    Looks,
-    Sources,
-    _Looking,
-    choose_loss,
-    init_job,
-    parse_sources,
-    render_draft,
-    render_job,
-)
+from csdctl.workflows.init import init
+from csdctl.workflows.init.init import InitRequest, Looks, Sources, parse_sources
 
 SOURCES = Sources("model.py:build", {"path": "data/train"})
 SPARSE = "sparse_categorical_crossentropy"
@@ -73,19 +64,19 @@ def test_functions_of_a_script_stay_and_are_written_again(
         )
         raise InputError("no data", remedy="fix data.public")
 
-    monkeypatch.setattr(_Looking, "record", lambda self, script: ScriptFit({"epochs": 3}, True))
-    monkeypatch.setattr(_Looking, "look", refuse)
+    monkeypatch.setattr(init._Looking, "record", lambda self, script: ScriptFit({"epochs": 3}, True))
+    monkeypatch.setattr(init._Looking, "look", refuse)
     request = InitRequest(tmp_path / "job.yaml", script=tmp_path / "a.py", options=("--n", "5"))
     for _ in range(2):
         with pytest.raises(InputError, match=r"fix data.public; .*job.yaml does not exist yet: see `csdctl"):
-            init_job(request, tmp_path, print, print)
+            init.init_job(request, tmp_path, print, print)
     text = functions.read_text()
     assert f'run_to_fit("{tmp_path}/a.py", ["--n", "5"], globals(), "' in text
     assert hashlib.sha256((tmp_path / "a.py").read_bytes()).hexdigest() in text
     assert "\nimport layers_of_a  #" in text
     functions.write_text("mine")
     with pytest.raises(InputError, match="already exists"):
-        init_job(request, tmp_path, print, print)
+        init.init_job(request, tmp_path, print, print)
     assert not request.output.exists()
 
 
@@ -143,7 +134,7 @@ def parse(text: str) -> Job:
 
 
 def written(looks: Looks, sources: Sources = SOURCES) -> tuple[str, Job]:
-    text = render_job(sources, looks)
+    text = init.render_job(sources, looks)
     assert max(map(len, text.splitlines())) <= 112
     return text, parse(text)
 
@@ -193,14 +184,14 @@ class TestRecipe:
         self, shape: tuple[int, ...], last: str, labels: Any, expected: tuple[str, bool | None]
     ) -> None:
         looks = Looks(model(shape, last), data(labels))
-        choice = choose_loss(looks)
+        choice = init.choose_loss(looks)
         assert choice
         assert (choice.name, choice.from_logits) == expected
         assert written(looks)[1].recipe.from_logits is bool(expected[1])
 
     def test_several_outputs_that_are_not_compiled_need_losses_by_the_user(self) -> None:
         outputs = (OutputInfo("kind", (3,), "linear", ""), OutputInfo("size", (1,), "linear", ""))
-        assert choose_loss(Looks(replace(model(), outputs=outputs), data())) is None
+        assert init.choose_loss(Looks(replace(model(), outputs=outputs), data())) is None
 
 
 class TestData:
@@ -236,7 +227,7 @@ class TestText:
     @pytest.mark.parametrize("name", ["a b", "null", "12", "1e5", "#x", "a: b", "ä", '"', "~"])
     def test_any_name_survives(self, name: str) -> None:
         sources = replace(SOURCES, public={"path": name}, model_args={name: [name, 1e-05, None, True]})
-        for job in (written(Looks(model(), data()), sources)[1], parse(render_draft(sources))):
+        for job in (written(Looks(model(), data()), sources)[1], parse(init.render_draft(sources))):
             assert str(job.data.public.path) == name
             assert job.model_args == {name: [name, 1e-05, None, True]}
 

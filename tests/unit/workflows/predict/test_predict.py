@@ -21,37 +21,16 @@ from csdctl.job.model import load_job
 from csdctl.runs.directory import ProjectDirectory
 from csdctl.shipping.store import StoredFile, hash_file, store_bytes
 from csdctl.worker.ingest.extract import send
+from csdctl.worker.protocol import features as features
 from csdctl.worker.protocol.datasets import DatasetInfo
 from csdctl.worker.protocol.events import Failed
-from csdctl.worker.protocol.features import (
-    SIGMOID,
-    SOFTMAX,
-    VALUES,
-    Extracted,
-    ExtractSpec,
-    ResultRule,
-    SendSpec,
-)
+from csdctl.worker.protocol.features import SIGMOID, SOFTMAX, VALUES, ResultRule
 from csdctl.worker.protocol.json_codec import RESULT, from_json, to_frame
 from csdctl.worker.protocol.model_info import ModelInfo, OutputInfo
 from csdctl.workflows.data.files import SerializedModel
 from csdctl.workflows.data.prepare import Prepared
-from csdctl.workflows.predict.predict import (
-    CLASSES,
-    EMBEDDINGS,
-    PRIVATE,
-    PUBLIC,
-    SCORES,
-    VALIDATION,
-    Prediction,
-    PredictRequest,
-    ResultBlock,
-    build_rules,
-    check_layer,
-    choose_data,
-    find_model,
-    write_results,
-)
+from csdctl.workflows.predict import predict as prediction
+from csdctl.workflows.predict.predict import CLASSES, PredictRequest, ResultBlock, build_rules, write_results
 from csdctl.workflows.workspace.event_stream import EventStream
 from tests.fake_session import FakeConversation, FakeSession, ScriptedResponse
 from tests.unit.runs.manifests import manifest_of, write_events
@@ -85,7 +64,7 @@ class Machine(FakeSession):
         return OneAnswer(self.name, tuple(command), ScriptedResponse(tuple(command), replies=replies))
 
     def _extract(self, line: str) -> list[str]:
-        spec = from_json(ExtractSpec, line)
+        spec = from_json(features.ExtractSpec, line)
         samples = np.load(spec.source.images)
         results = np.zeros(len(samples), [("class", np.int32), ("probability", np.float32)])
         results["class"] = samples
@@ -96,11 +75,11 @@ class Machine(FakeSession):
         np.save(path, lie.pop("rows"), allow_pickle=True)
         described = {"dtype": FIELDS, "fingerprint": fingerprint}
         info = replace(describe(path.parent, len(samples)), **(described | lie))
-        return [to_frame(RESULT, Extracted((info,), len(samples) - 1))]
+        return [to_frame(RESULT, features.Extracted((info,), len(samples) - 1))]
 
     def _send(self, line: str) -> list[str]:
         lines: list[str] = []
-        send(from_json(SendSpec, line), lines.append, home=self._home)
+        send(from_json(features.SendSpec, line), lines.append, home=self._home)
         return [*(f"@csdctl-data {text}" for text in lines), to_frame(RESULT, {})]
 
 
@@ -144,7 +123,7 @@ def project(tmp_path: Path) -> Path:
 def request_of_all(project: Path) -> PredictRequest:
     fleet = Fleet(tuple(Node(node, "10.0.0.1") for node in NODES))
     job, model = load_job(project / "open.yaml"), project / "trained.keras"
-    wanted = (PUBLIC, VALIDATION, PRIVATE)
+    wanted = (prediction.PUBLIC, prediction.VALIDATION, prediction.PRIVATE)
     return PredictRequest(job, model, fleet, project, project / "a.csv", wanted, CLASSES)
 
 
@@ -161,12 +140,17 @@ def predict(
         sessions["csd1"] = Machine(root, "csd1", lie)
         state = SimpleNamespace(state=root)
         space: Any = SimpleNamespace(fleet=request.fleet, facts={}, sessions=sessions, project=state)
-        return Prediction(request, prepared, space, (ResultRule("", SOFTMAX),)).run(EventStream())
+        return prediction.Prediction(request, prepared, space, (ResultRule("", SOFTMAX),)).run(EventStream())
 
     return run
 
 
-SETS = [(PUBLIC, HOST_NAME), (VALIDATION, HOST_NAME), (PRIVATE, "csd0"), (PRIVATE, "csd1")]
+SETS = [
+    (prediction.PUBLIC, HOST_NAME),
+    (prediction.VALIDATION, HOST_NAME),
+    (prediction.PRIVATE, "csd0"),
+    (prediction.PRIVATE, "csd1"),
+]
 COUNTS = [NUM_PUBLIC, NUM_VALIDATION, NUM_PRIVATE, NUM_PRIVATE]
 
 
@@ -207,16 +191,16 @@ def test_false_answer_of_a_node_loses_its_rows_alone(predict: Any, lie: Lie, sai
     ],
 )
 def test_chosen_data(project: Path, on: str | None, job: str, expected: tuple[str, ...]) -> None:
-    assert choose_data(on, load_job(project / job)) == expected
+    assert prediction.choose_data(on, load_job(project / job)) == expected
     with pytest.raises(InputError, match="has no validation data"):
-        choose_data("validation", load_job(project / job))
+        prediction.choose_data("validation", load_job(project / job))
 
 
 def test_model_of_a_run_comes_with_its_job(project: Path) -> None:
     directory = ProjectDirectory(project)
     run = directory.new_run()
     with pytest.raises(InputError, match="has no model.keras") as refused:
-        find_model(run.run_id, None, directory)
+        prediction.find_model(run.run_id, None, directory)
     assert f"--resume {run.run_id}" in refused.value.remedy
     failed = directory.new_run()
     failed.save_manifest(manifest_of())
@@ -225,13 +209,17 @@ def test_model_of_a_run_comes_with_its_job(project: Path) -> None:
     run.save_manifest(manifest_of() | {"job": {"path": "job.yaml"}})
     manifest = run.load_manifest()
     with pytest.raises(InputError, match="it failed: csd0: out of memory") as refused:
-        find_model("latest", None, directory)
+        prediction.find_model("latest", None, directory)
     assert refused.value.remedy.endswith(f"the latest run with a model: {run.run_id}")
     shutil.rmtree(failed.path)
     for name in (run.run_id, run.run_id[:10], "latest"):
-        assert find_model(name, None, directory) == (run.model.resolve(), project / "job.yaml", manifest)
+        assert prediction.find_model(name, None, directory) == (
+            run.model.resolve(),
+            project / "job.yaml",
+            manifest,
+        )
     other = project / "open.yaml"
-    assert find_model("latest", other, directory) == (run.model.resolve(), other, manifest)
+    assert prediction.find_model("latest", other, directory) == (run.model.resolve(), other, manifest)
 
 
 def test_model_of_a_run_gets_its_inputs_scaled_as_in_training(request_of_all: PredictRequest) -> None:
@@ -275,8 +263,8 @@ def test_each_output_has_fields_of_its_own_and_classes_of_pixels_are_refused() -
     rules = build_rules(info(*outputs), CLASSES)
     fields = [name for rule in rules for name in rule.fields]
     assert fields == ["kind.class", "kind.probability", "size.value"]
-    assert [rule.kind for rule in build_rules(info(*outputs), SCORES)] == [VALUES, VALUES]
-    assert build_rules(info(*outputs), EMBEDDINGS) == (ResultRule("", VALUES),)
+    assert [rule.kind for rule in build_rules(info(*outputs), prediction.SCORES)] == [VALUES, VALUES]
+    assert build_rules(info(*outputs), prediction.EMBEDDINGS) == (ResultRule("", VALUES),)
     with pytest.raises(InputError, match="8×8×4") as refused:
         build_rules(info(OutputInfo("", (8, 8, 4), "softmax", "")), CLASSES)
     assert "--want scores" in refused.value.remedy
@@ -295,7 +283,7 @@ def test_layer_that_the_model_does_not_have_is_refused(
     (tmp_path / "model.json").write_text(architecture)
     file = StoredFile("a" * 64 + ".json", tmp_path / "model.json", 0)
     with pytest.raises(InputError, match="has no layer 'pool'") as refused:
-        check_layer("pool", SerializedModel(info(), file, file))
+        prediction.check_layer("pool", SerializedModel(info(), file, file))
     assert remedy in refused.value.remedy
 
 

@@ -15,7 +15,7 @@ from csdctl.shipping.store import pack_code
 from csdctl.worker.ingest.prepare import prepare
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.datasets import DatasetInfo, ImageRule, PrepareSpec
-from csdctl.worker.protocol.json_codec import from_json, to_json
+from csdctl.worker.protocol.json_codec import to_json
 from csdctl.worker.protocol.run_spec import UserCode
 from tests.unit.worker.ingest.prepared_data import (
     SECRET,
@@ -333,16 +333,3 @@ def test_its_output_does_not_leave_the_worker(spec: PrepareSpec, end: str) -> No
     kinds = {line.split()[0] for line in done.stdout.splitlines()}
     assert kinds <= {"@csdctl-progress", "@csdctl-result", "@csdctl-error"}
     assert done.returncode == {"return": 0, "raise ": 2, "os._ex": 3}[end[:6]]
-
-
-@pytest.mark.first(1)
-@pytest.mark.parametrize("top", ["from keras import ops\nimport tensorflow as tf; tf.zeros((2, 2))", TF])
-def test_worker_sets_threads_before_the_users_tensorflow_starts(spec: PrepareSpec, top: str) -> None:
-    """Pictures are decoded with TensorFlow, after the function has started it."""
-    body = "import tensorflow as tf; tf.zeros((2, 2)) + 1\n"
-    spec = replace(write(spec, f"{body}return iter([(np.zeros((5, 5, 3), np.uint8), 1)] * 4)", top))
-    request = to_json(replace(spec, picture=PICTURE)) + "\n"
-    done = subprocess.run(RUN, input=request, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    answer = from_json(DatasetInfo, done.stdout.splitlines()[-1].removeprefix("@csdctl-result "))
-    assert (answer.num_samples, answer.sample_shape) == (4, (4, 4, 3))

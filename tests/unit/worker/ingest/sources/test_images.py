@@ -119,14 +119,9 @@ class TestUnusable:
         "content",
         [
             b"",
-            png(colours(9, 9))[:-30],
-            jpeg(colours(40, 40))[:-300],
-            bmp(colours(9, 9))[:-30],
-            gif(INDICES)[:-8],
-            png(colours(2, 2))[:20],
-            huge_png(0, 5),
-            b"BM",
-            b"GIF89a",
+            *(png(colours(9, 9))[:-30], jpeg(colours(40, 40))[:-300]),
+            *(bmp(colours(9, 9))[:-30], gif(INDICES)[:-8]),
+            *(png(colours(2, 2))[:20], huge_png(0, 5), b"BM", b"GIF89a"),
         ],
         ids=lambda content: f"{content[:2]!r}-{len(content)}",
     )

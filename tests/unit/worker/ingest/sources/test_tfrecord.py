@@ -12,9 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from csdctl.worker.engine.tensorflow_c import TensorFlowError
 from csdctl.worker.ingest.prepare import prepare
-from csdctl.worker.ingest.sources.tfrecord import RecordReader, parse_example
+from csdctl.worker.ingest.sources.tfrecord import parse_example
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.datasets import ImageRule, PrepareSpec, RecordSchema
 from tests.unit.worker.ingest.prepared_data import SECRET, arrays_of, refusal, spec_below
@@ -165,29 +164,6 @@ def test_files_without_a_matching_schema_are_bad_input(
     write(root / f"{SECRET}.tfrecord", ENCODED)
     assert "data.tfrecord" in refusal(replace(spec, records=records), message)
     refusal(replace(spec, classes=("cat", "dog")), "labels that are not classes: the job has 2 classes")
-
-
-@pytest.mark.parametrize("compression", ["", "GZIP"])
-def test_records_before_the_damage_are_those_of_tensorflow(tmp_path: Path, compression: str) -> None:
-    """Whatever byte is damaged, and wherever the file ends."""
-    path = tmp_path / "a.tfrecord"
-    write(path, [b"", b"a" * 3, bytes(70), b"\xff" * 9], compression)
-    whole, reader = path.read_bytes(), RecordReader()
-    changed = [whole[:place] + bytes([whole[place] ^ 8]) + whole[place + 1 :] for place in range(len(whole))]
-    for content in (whole, *changed, *(whole[:place] for place in range(len(whole)))):
-        path.write_bytes(content)
-        theirs = (one.numpy() for one in tensorflow().data.TFRecordDataset(str(path), compression))
-        assert drain(reader.read(path, compression)) == drain(theirs)
-
-
-def drain(records: Any) -> list[bytes | None]:
-    found: list[bytes | None] = []
-    try:
-        for record in records:
-            found.append(record)
-    except (TensorFlowError, tensorflow().errors.OpError):
-        found.append(None)
-    return found
 
 
 @given(st.sampled_from(ENCODED), st.data())
