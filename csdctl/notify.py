@@ -1,9 +1,8 @@
 """Text for the user: the callback that lower layers report with, and how text of others is made printable.
 
 What a node, a file or a server says may hold characters that a terminal obeys: they move the cursor, write to
-the clipboard, reverse the direction of text. `make_printable` replaces them with escapes. The command line
-does so with everything that it writes (csdctl/terminal/streams.py and console.py). What writes a log does it
-itself.
+the clipboard, reverse the direction of text. The command line replaces them in everything that it writes
+(csdctl/terminal/streams.py and console.py). What writes a log does it itself.
 """
 
 import re
@@ -24,8 +23,6 @@ _ORDINARY = re.compile(
     "[\n\x20-\x7e\xa1-\xac\xae-\u02ff\u2010-\u2027\u2030-\u205e\u2190-\u22ff\u2500-\u257f]*"
 )
 """Text that needs no further look: Latin letters, punctuation, arrows, mathematics, the frames of tables."""
-
-
 DATED = re.compile(r"^\d{4}-\d\d-\d\dT\S+ ")
 """The time of a line, as ISO 8601, in the log of a csdctl without a terminal."""
 DETACHED = "CSDCTL_DETACHED"

@@ -135,16 +135,13 @@ class ProjectDirectory:
     ledger = _Below("ledger.jsonl")
     """All bytes sent, by command, link and traffic class."""
     measurements = _Below("measurements.jsonl")
-    """Measurements, reused by the next tune."""
     failed = _Below("failed.json")
     """The nodes on which the latest command failed."""
     runs = _Below("runs")
     emulated = _Below("emulated")
-    """The emulated fleet."""
     shards = _Below("shards")
     """Shards for the nodes, before they are stored."""
     models = _Below("models")
-    """Models written by the worker's `build`."""
     scratch = _Below("scratch")
     """Files of `doctor`: a directory for each failed MPI check."""
 
@@ -162,13 +159,21 @@ class ProjectDirectory:
             return run.kept_step_file.absolute()
         return step_file_in_memory(self.root, run.run_id)
 
-    def new_run(self) -> "RunDirectory":
-        """Create a run directory with a unique id: UTC time to the microsecond, so that ids sort by time."""
-        return _new_directory(self.runs)
+    def new_run(self, *, is_scratch: bool = False) -> "RunDirectory":
+        """Create a run directory with a unique id: UTC time to the microsecond, so that ids sort by time.
 
-    def new_scratch(self) -> "RunDirectory":
-        """Create a directory for one MPI check, with an id of the same form as a run has."""
-        return _new_directory(self.scratch)
+        A scratch directory is for one MPI check. The id comes after all others, also where the clock has been
+        set back.
+        """
+        parent = self.scratch if is_scratch else self.runs
+        now = datetime.now(UTC).replace(tzinfo=None)
+        for name in sorted(os.listdir(parent), reverse=True) if parent.is_dir() else ():
+            with contextlib.suppress(ValueError, OverflowError):  # a name that is no id
+                now = max(now, datetime.strptime(name, _ID) + timedelta(microseconds=1))
+                break
+        run = RunDirectory(parent / f"{now:{_ID}}")
+        make_directory(run.logs)
+        return run
 
     def run_ids(self) -> list[str]:
         """Return the ids of all runs, the oldest first."""
@@ -177,29 +182,27 @@ class ProjectDirectory:
         return sorted(path.name for path in self.runs.iterdir() if path.is_dir())
 
     def find_run(self, run_id: str | None) -> "RunDirectory":
-        """Return the run whose id is, or alone begins with, `run_id`. None and LATEST: the latest run.
-
-        Raises InputError if it does not exist, or has a link.
-        """
+        """Return the run with this id or its beginning. None and LATEST: the latest. Raises InputError."""
         run_ids = self.run_ids()
         if run_id in (None, LATEST) and run_ids:
             run_id = run_ids[-1]
         begun = [name for name in run_ids if run_id and name.startswith(run_id)]
+        if run_id in begun:
+            begun = [run_id]
         if len(begun) == 1:
-            run_id = begun[0]
-        elif begun and run_id not in run_ids:
-            raise InputError(
-                f"{len(begun)} runs begin with {run_id!r}", remedy=f"type more of it: {', '.join(begun[-5:])}"
+            check_links(self.runs / begun[0])
+            return RunDirectory(self.runs / begun[0])
+        if begun:
+            problem, remedy = (
+                f"{len(begun)} runs begin with {run_id!r}",
+                f"type more of it: {', '.join(begun[-5:])}",
             )
-        if run_id in run_ids:
-            check_links(self.runs / str(run_id))
-            return RunDirectory(self.runs / str(run_id))
-        raise InputError(
-            f"no run {run_id!r} in {self.runs}" if run_ids else f"no runs in {self.runs} yet",
-            remedy=f"{len(run_ids)} runs, the latest: {', '.join(run_ids[-5:])}"
-            if run_ids
-            else "`csdctl train`",
-        )
+        elif run_ids:
+            problem = f"no run {run_id!r} in {self.runs}"
+            remedy = f"{len(run_ids)} runs, the latest: {', '.join(run_ids[-5:])}"
+        else:
+            problem, remedy = f"no runs in {self.runs} yet", "`csdctl train`"
+        raise InputError(problem, remedy=remedy)
 
 
 @dataclass(frozen=True)
@@ -217,21 +220,17 @@ class RunDirectory:
     spec = _Below("spec.json")
     """The specification sent to the ranks; `train --resume` sends the same."""
     events = _Below("events.jsonl")
-    """All events of all ranks, in order of arrival, as JSON lines."""
+    """All events of all ranks, in order of arrival."""
     process = _Below("process.json")
     """The csdctl that trains the run, or the last one that did."""
     power = _Below("power.jsonl")
-    """Readings of the machines' power, as JSON lines."""
     kept_step_file = _Below("step.state")
     """The step file of a run that has not finished; rank 0 reads it when the run is resumed."""
     logs = _Below("logs")
-    """Output of csdctl, and of each rank and its link."""
     own_log = _Below("logs", "csdctl.log")
     """Output of csdctl itself, of a run that was detached from its terminal."""
     model = _Below("model.keras")
-    """The trained model."""
     best_model = _Below("best.keras")
-    """The model of the best epoch, of a run with validation data."""
 
     def rank_log(self, rank: int) -> Path:
         """Return the path of a rank's log."""
@@ -253,7 +252,7 @@ class RunDirectory:
         return {**content, **checked}
 
     def read_events(self, nodes: Sequence[str]) -> StoredEvents:
-        """Return the stored events of the run, whose ranks are on `nodes`, in order."""
+        """Return the stored events of the run, whose ranks are on `nodes`."""
         return StoredEvents(self.events, nodes)
 
 
@@ -265,7 +264,7 @@ def find_run(
 ) -> RunDirectory:
     """Return the run `run_id`. None and LATEST: the latest one that can be read, and `say` names later ones.
 
-    Where none can be read, the latest directory is returned. Raises InputError when there is none.
+    Where none can be read, the latest directory is returned. Raises InputError.
     """
     skipped: list[str] = []
     for name in reversed(project.run_ids()) if run_id in (None, LATEST) else ():
@@ -290,10 +289,7 @@ def skipping(run_id: str, say: Say) -> Iterator[None]:
 
 
 def keep_step_file(step_file: Path, kept: Path) -> None:
-    """Move the step file of a run that has not finished to disk, as `kept`.
-
-    On a full disk it stays where it is: `train --resume` looks in both places.
-    """
+    """Move the step file of a run that has not finished to disk, if that has space: resuming finds both."""
     if step_file == kept or not step_file.exists():
         return
     for part in kept.parent.glob(f".{kept.name}.*"):  # of a csdctl that was killed
@@ -304,23 +300,10 @@ def keep_step_file(step_file: Path, kept: Path) -> None:
         step_file.unlink(missing_ok=True)  # the copy is synced
 
 
-def _new_directory(parent: Path) -> RunDirectory:
-    """Create a run directory with an id after all others, also where the clock has been set back."""
-    now = datetime.now(UTC).replace(tzinfo=None)
-    for name in sorted(os.listdir(parent), reverse=True) if parent.is_dir() else ():
-        with contextlib.suppress(ValueError, OverflowError):  # a name that is no id
-            now = max(now, datetime.strptime(name, _ID) + timedelta(microseconds=1))
-            break
-    run = RunDirectory(parent / f"{now:{_ID}}")
-    make_directory(run.logs)
-    return run
-
-
 class CappedLog:
-    """Appends lines to a file until it has `max_bytes`, then says so once, as its last line.
+    """Appends lines to a file until it has `max_bytes`, then says so once. Several writers share the limit.
 
-    Several writers of one file share the limit. A full disk must not end a run: what cannot be written is
-    dropped.
+    A full disk must not end a run: what cannot be written is dropped.
     """
 
     def __init__(self, path: Path, name: str, max_bytes: int = MAX_LOG_BYTES) -> None:
@@ -353,8 +336,7 @@ class CappedLog:
 class EventLog:
     """Appends events to events.jsonl, one per line: `time` (Unix time of arrival), `event` and its fields.
 
-    Once the file has `max_bytes`, frequent events of ranks other than 0 are no longer stored. The log of the
-    rank says so.
+    Once it has `max_bytes`, it leaves out frequent events of ranks other than 0, and their logs say so.
     """
 
     def __init__(self, run: RunDirectory, max_bytes: int = 1 << 30, say: Say = lambda line: None) -> None:
@@ -384,7 +366,7 @@ class EventLog:
         self._write()
 
     def _write(self) -> None:
-        """Write what is there. Raises OSError, for a full disk only when too much is unwritten."""
+        """Raise OSError, for a full disk only when too much is unwritten."""
         try:
             while self.unwritten:
                 del self.unwritten[: self._file.write(self.unwritten)]

@@ -1,8 +1,7 @@
 """What commands have used, as JSON lines: bytes in ledger.jsonl, energy in power.jsonl of each run.
 
-At the end of a command, `ledger.jsonl` gets one line for each link, direction and traffic class, with the
-bytes that csdctl and MPI have sent: TCP payload, including encryption, without TCP and IP headers.
-`power.jsonl` has the energy of each machine in short intervals.
+Bytes are the TCP payload of csdctl and MPI, including encryption, without TCP and IP headers. Energy is that
+of each machine in short intervals.
 """
 
 import contextlib
@@ -32,7 +31,7 @@ class LedgerEntry:
     """Unix time of the command's end."""
     command: str
     run: str
-    """The run they belong to; '' for commands without a run."""
+    """'' for commands without a run."""
     sender: str
     receiver: str
     kind: str
@@ -49,7 +48,6 @@ class Ledger:
         self._command = command
         self._bytes: Counter[tuple[str, str, str]] = Counter()
         self.run = ""
-        """The run of the command, once it is known."""
 
     def add(self, num_bytes: Mapping[tuple[str, str, str], int]) -> None:
         """Add bytes by sender, receiver and traffic class."""

@@ -1,7 +1,4 @@
-"""Stored measurements, by model, recipe, machine class and settings, for the next tuning run: JSON lines.
-
-The values are the dataclasses of tuning/measurements.py. The caller gives the time.
-"""
+"""Stored measurements, by model, recipe, machine class and settings, for the next tuning run: JSON lines."""
 
 import json
 from collections import defaultdict
@@ -63,18 +60,12 @@ KINDS: dict[str, Kind[Any, Any]] = {kind.name: kind for kind in (PROBE, SUM, TRI
 
 
 class MeasurementStore:
-    """The measurements in a file. Its failures raise CsdctlError. If it is optional, they are said instead.
-
-    Tuning works without earlier measurements, and goes on when new ones cannot be stored.
-    """
+    """The measurements in a file. Failures raise CsdctlError. If it is optional, they are said instead."""
 
     def __init__(
         self, path: Path, say: Say = lambda line: None, *, is_optional: bool = False, is_fresh: bool = False
     ) -> None:
-        """Read the file at `path`, if there is one. `say` tells of lines that are left out.
-
-        With `is_fresh`, earlier measurements are not read, but new ones are stored.
-        """
+        """Read the file, unless `is_fresh`. `say` tells of lines that are left out."""
         self._path, self._say, self._is_optional = path, say, is_optional
         self._stored: list[Stored[Any, Any]] = []
         num_foreign = 0

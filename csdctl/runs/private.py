@@ -1,8 +1,4 @@
-"""Directories and files of one user: csdctl's own directory, and the step file while a run trains.
-
-The step file is rank 0's state after every step, in the machine's memory. Light, because every command checks
-its directory first.
-"""
+"""Directories of one user: csdctl's own, and the one of step files. Light: every command checks it."""
 
 import contextlib
 import os
@@ -39,10 +35,9 @@ def check_private(directory: Path) -> None:
 
 
 def private_memory(parent: Path = SHARED_MEMORY) -> Path | None:
-    """Return this user's own directory in the machine's memory, created when it is missing. None without one.
+    """Return this user's own directory in the machine's memory, created when it is missing.
 
-    Every user may create files in /dev/shm. A directory that another user has put in this one's place, or may
-    write to, is not used.
+    None where another user has put one in its place, or may write to it.
     """
     path = parent / f"csdctl-{os.geteuid()}"
     with contextlib.suppress(OSError):

@@ -30,7 +30,6 @@ class StoredEvents:
     """
 
     def __init__(self, path: Path, nodes: Sequence[str]) -> None:
-        """`nodes` are the machines of the run's ranks, in order."""
         self._path, self._nodes = path, nodes
         self.num_unreadable = 0
         """Lines that the latest iteration has left out so far."""
@@ -48,19 +47,15 @@ class StoredEvents:
         yield from self._read(read_lines(self._path))
 
     def skim(self) -> Iterator[tuple[float, Event]]:
-        """Yield as `with_times`, without progress of ranks other than 0: most of a log, which is not parsed.
-
-        Nothing when there is no file.
-        """
+        """Yield as `with_times`, without progress of ranks other than 0, which is not parsed."""
         lines = (line for line in read_lines(self._path) if not _OF_OTHERS.match(line))
         yield from self._read(lines)
 
-    def follow(self, is_over: Callable[[], bool], interval_s: float = 0.25) -> Iterator[tuple[float, Event]]:
+    def follow(self, is_over: Callable[[], bool], interval_s: float) -> Iterator[tuple[float, Event]]:
         """Yield all events, and those that are added, until `is_over`. Waits for a file that is not there."""
         return self._read(_lines(self._added(is_over, interval_s), self._path))
 
     def _added(self, is_over: Callable[[], bool], interval_s: float) -> Iterator[bytes]:
-        """Yield the content of the file and what is added to it, in parts, until `is_over`."""
         position = 0
         while True:
             was_over, part = is_over(), b""
@@ -89,7 +84,6 @@ class StoredEvents:
 
 
 def _parse(line: bytes) -> tuple[float, dict[str, Any]]:
-    """Return the time and the event in a line that `EventLog` wrote. Raises ProtocolError for any other."""
     try:
         content = from_json(line)  # three times as fast as the standard library
     except ValueError:  # also for half of a character, which text from a node may name
@@ -101,10 +95,7 @@ def _parse(line: bytes) -> tuple[float, dict[str, Any]]:
 
 
 def read_lines(path: Path) -> Iterator[bytes]:
-    """Yield the lines of a file, one that is too long as b''. Nothing without the file.
-
-    Raises InputError for a file that cannot be read, or that has no lines.
-    """
+    """Yield the lines of a file, if there is one. Raises InputError if it cannot be read or has no lines."""
     with contextlib.suppress(FileNotFoundError), open_regular(path) as file:
         yield from _lines(iter(partial(file.read, CHUNK_BYTES), b""), path)
 

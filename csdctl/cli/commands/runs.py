@@ -57,7 +57,7 @@ def logs(
     streams = open_streams()
     directory = find_run(streams.project, run, streams.say)
     if logs := find_logs(directory, which):
-        print_logs(directory, [path for _, path in logs], lines, is_following=follow)
+        print_logs(directory, logs, lines, is_following=follow)
     else:
         streams.say(f"run {directory.run_id} has no logs yet")
 

@@ -51,7 +51,7 @@ def run_link_check(
     space: Workspace, sum_bytes: Sequence[int], sum_ranks: Sequence[int], deadline_s: float
 ) -> LinkCheck:
     """Start a rank and a link everywhere, time sums of sizes and numbers of ranks. Failures are in `lost`."""
-    fleet, run = space.fleet, space.project.new_scratch()
+    fleet, run = space.fleet, space.project.new_run(is_scratch=True)
     nodes = list(fleet.machines)
     worker = store_bytes(pack_worker(), ".pyz", space.project.root, TrafficClass.CODE)
     spec = RunSpec(

@@ -25,15 +25,10 @@ def render_csv(runs: Sequence[RunResults]) -> str:
     writer.writerow([*columns, *map(_protect_cell, names)])
     for run in runs:
         for point in run.series.epochs:
-            rate = "" if point.learning_rate is None else point.learning_rate
-            run_id, state, time_s = (
-                _protect_cell(run.summary.run_id),
-                run.summary.state,
-                f"{point.time_s:.3f}",
-            )
-            results = [point.results.get(name, "") for name in names]
+            of_run = _protect_cell(run.summary.run_id), run.summary.state, run.measured
             throughput = "" if point.samples_per_s is None else f"{point.samples_per_s:.3f}"
-            writer.writerow([run_id, state, run.measured, point.epoch, time_s, throughput, rate, *results])
+            of_epoch = point.epoch, f"{point.time_s:.3f}", throughput, point.learning_rate
+            writer.writerow([*of_run, *of_epoch, *(point.results.get(name) for name in names)])
     return text.getvalue()
 
 
@@ -53,10 +48,7 @@ def report(run: RunDirectory) -> RunResults:
 def write_files(
     runs: Sequence[RunDirectory], html: Path | None, csv: Path | None, *, force: bool
 ) -> list[Path]:
-    """Write the report of the runs as HTML and as CSV. Returns the paths.
-
-    Raises InputError for a path that exists, without `force`.
-    """
+    """Write reports as HTML and as CSV, and return the paths. Raises InputError for one that exists."""
     for option, path in (("--html", html), ("--csv", csv)):
         if path:
             check_output(path, option, force=force)
@@ -81,12 +73,8 @@ class PrivacyReport:
 
 
 def privacy(project: ProjectDirectory, run: RunDirectory, say: Say) -> PrivacyReport:
-    """Report on a run of `project`. `say` tells what of the ledger cannot be read.
-
-    Raises InputError for a damaged run.
-    """
-    entries = list(read_ledger(project.ledger, say))
-    manifest = run.read_manifest()
+    """Report on a run of `project`. `say` tells what of the ledger cannot be read. Raises InputError."""
+    entries, manifest = list(read_ledger(project.ledger, say)), run.read_manifest()
     events = run.read_events(manifest.nodes) if run.events.exists() else ()
     return PrivacyReport(
         run.run_id,

@@ -42,30 +42,22 @@ class RunProcess:
     """The csdctl that trains a run, or the last one that did. Without a description `holder` is {}."""
 
     holder: Mapping[str, object]
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether it may exist: a process of another machine cannot be seen from here."""
-        return bool(self.holder) and not is_gone(self.holder)
-
-    @property
-    def is_running(self) -> bool:
-        """Whether it may be at work on the run: a notebook or a demo outlives its runs."""
-        return self.is_alive and "ended" not in self.holder
-
-    @property
-    def pid(self) -> int | None:
-        """Its process id."""
-        pid = self.holder.get("pid")
-        return pid if isinstance(pid, int) else None
+    pid: int | None
+    is_alive: bool
+    """Whether it may exist: a process of another machine cannot be seen from here."""
+    is_running: bool
+    """Whether it may be at work on the run: a notebook or a demo outlives its runs."""
 
 
 def process_of(run: RunDirectory) -> RunProcess:
     """Return the process that trains `run`. One without a description is not running."""
-    try:
-        return RunProcess(read_holder(load_json(run.process)))
-    except InputError:
-        return RunProcess({})
+    holder: Mapping[str, object] = {}
+    with suppress(InputError):
+        holder = read_holder(load_json(run.process))
+    pid, is_alive = holder.get("pid"), bool(holder) and not is_gone(holder)
+    return RunProcess(
+        holder, pid if isinstance(pid, int) else None, is_alive, is_alive and "ended" not in holder
+    )
 
 
 def interrupt(run: RunDirectory) -> None:
@@ -129,13 +121,10 @@ def look_at(run: RunDirectory) -> RunStatus:
     return replace(status, state=RUNNING) if process_of(run).is_running else status
 
 
-def stop_run(
-    project: ProjectDirectory, run_id: str | None, deadline_s: float, say: Say = lambda line: None
-) -> RunStatus:
-    """Stop a run as the first Ctrl-C does, and wait for its end.
+def stop_run(project: ProjectDirectory, run_id: str | None, deadline_s: float, say: Say) -> RunStatus:
+    """Stop a run as the first Ctrl-C does, and wait for its end. `say` names runs that cannot be read.
 
-    `say` names runs that cannot be read. Raises InputError for a run that is not running, DeadlineError when
-    it goes on for longer.
+    Raises InputError for a run that is not running, DeadlineError when it goes on for longer.
     """
     run = _only_running(project, say) if run_id is None else find_run(project, run_id, say)
     interrupt(run)
@@ -168,7 +157,7 @@ def remove_runs(
 ) -> list[RunDirectory]:
     """Remove runs with their models and checkpoints. `confirm` raises to refuse.
 
-    Raises InputError for a run that does not exist or is running. Nothing is removed then.
+    Raises InputError, before anything is removed, for a run that does not exist or is running.
     """
     runs = list(dict.fromkeys(project.find_run(run_id) for run_id in run_ids))
     complete = {LATEST, *project.run_ids()}
@@ -207,11 +196,8 @@ def follow_run(run: RunDirectory) -> tuple[RunStarted, Iterator[tuple[float, Eve
     return RunStarted(run, spec, num_steps, manifest.predicted_range, emulated), following
 
 
-def find_logs(run: RunDirectory, which: str | None) -> list[tuple[str, Path]]:
-    """Return names and paths of the run's logs: all, or one by its rank, its node, or OWN.
-
-    Raises InputError for a log that does not exist.
-    """
+def find_logs(run: RunDirectory, which: str | None) -> list[Path]:
+    """Return the paths of the run's logs: all, or one by its rank, its node, or OWN. Raises InputError."""
     try:
         names = run.read_manifest().nodes
     except InputError:
@@ -219,20 +205,17 @@ def find_logs(run: RunDirectory, which: str | None) -> list[tuple[str, Path]]:
     logs = {OWN: run.own_log, **{node: run.rank_log(number) for number, node in enumerate(names)}}
     logs = {name: path for name, path in logs.items() if path.is_file()}
     if which is None:
-        return list(logs.items())
+        return list(logs.values())
     name = names[int(which)] if which.isdecimal() and int(which) < len(names) else which
     if name not in logs:
         raise InputError(
             f"run {run.run_id} has no log {which!r}", remedy=f"it has: {', '.join(logs) or 'none'}"
         )
-    return [(name, logs[name])]
+    return [logs[name]]
 
 
 def print_logs(run: RunDirectory, paths: Sequence[Path], num_lines: int, *, is_following: bool) -> None:
-    """Print the ends of logs, under their paths if there are several, and then what is added to them.
-
-    csdctl writes only printable text to logs. Following ends with the run's csdctl.
-    """
+    """Print the ends of logs, which have only printable text, and what is added until the run ends."""
     process = process_of(run)
     following = ["-f", f"--pid={process.pid}"] if is_following and process.is_running else []
     with suppress(KeyboardInterrupt):
@@ -240,10 +223,9 @@ def print_logs(run: RunDirectory, paths: Sequence[Path], num_lines: int, *, is_f
 
 
 def start_detached(project: ProjectDirectory, arguments: Sequence[str], say: Say) -> RunDirectory | None:
-    """Run csdctl with `arguments` in the background. Return its run once that trains.
+    """Run csdctl with `arguments` in the background. Return its run once that trains. None: nothing to train.
 
-    Until then what it prints is passed to `say`, and Ctrl-C ends it. None: it had nothing to train. Raises
-    RunError when it fails before.
+    Until then what it prints is passed to `say`, and Ctrl-C ends it. Raises RunError when it fails before.
     """
     project.state.mkdir(mode=0o700, exist_ok=True)
     log = project.state / f"detached-{os.getpid()}.log"

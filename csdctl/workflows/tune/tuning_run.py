@@ -60,7 +60,7 @@ class TuningRun:
         `cut`: the last layer on the nodes of a model that is cut in two. '' for a whole model.
         """
         self.ranks, self._context = ranks, context
-        self._directory = context.space.project.new_scratch()
+        self._directory = context.space.project.new_run(is_scratch=True)
         self._resolved = self._resolve(cut)
         # As in a training run, rank 0 saves the state of every step, which takes time.
         step_file = str(context.space.project.step_file(self._directory))

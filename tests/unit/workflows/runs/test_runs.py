@@ -215,7 +215,7 @@ class TestStop:
                 holder = describe_holder("train", project.root) | {"pid": pid, "started": started}
                 save_json(copy.process, holder)
                 with pytest.raises(InputError, match=f"process {pid}.* does not train run {copy.run_id}"):
-                    stop_run(project, copy.run_id, 1.0)
+                    stop_run(project, copy.run_id, 1.0, print)
             assert (trains.poll(), sleeping.poll()) == (None, None)
             sleeping.kill()
         trains.kill()
@@ -226,7 +226,7 @@ class TestStop:
         assert list_runs(project, print)[0].state == "running"
         with pytest.raises(InputError, match="is running"):
             remove_runs(project, [run.run_id], lambda _: None)
-        assert stop_run(project, None, scaled(20)).run_id == run.run_id
+        assert stop_run(project, None, scaled(20), print).run_id == run.run_id
         assert process.wait() == 130
 
     def test_run_that_goes_on_is_said_and_one_of_a_process_that_goes_on_may_have_ended(
@@ -235,7 +235,7 @@ class TestStop:
         run = add_run(project, PROGRESS, *DONE)
         process = start_process(run, end_after_s=3600)
         with pytest.raises(DeadlineError, match="has not ended"):
-            stop_run(project, run.run_id, 0.3)
+            stop_run(project, run.run_id, 0.3, print)
         assert list_runs(project, print)[0].state == "running"
         save_json(run.process, {**json.loads(run.process.read_text()), "ended": "2026-01-01 00:00:00 UTC"})
         assert list_runs(project, print)[0].state == "completed"
@@ -276,8 +276,9 @@ def test_logs_are_found_by_rank_and_node(
     run = add_run(project)
     run.rank_log(1).write_text("first\nsecond\nthird\n")
     run.own_log.write_text("csdctl\n")
-    assert [name for name, _ in find_logs(run, None)] == [OWN, "csd0"]
-    assert find_logs(run, "1") == find_logs(run, "csd0") == [("csd0", run.rank_log(1))]
+    assert find_logs(run, None) == [run.own_log, run.rank_log(1)]
+    assert find_logs(run, OWN) == [run.own_log]
+    assert find_logs(run, "1") == find_logs(run, "csd0") == [run.rank_log(1)]
     print_logs(run, [run.rank_log(1)], 2, is_following=True)
     assert capfd.readouterr().out == "second\nthird\n"
     with pytest.raises(InputError, match="no log 'csd7'"):
