@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from csdctl.cli import options
 from csdctl.cli.call import Call, on_fleet, on_job, open_streams
-from csdctl.cli.parameters import argument, option
+from csdctl.cli.options import argument, option
 from csdctl.errors import InputError
 from csdctl.terminal.streams import Streams
 

@@ -8,7 +8,7 @@ import typer
 import csdctl
 from csdctl.cli import options
 from csdctl.cli.call import open_streams
-from csdctl.cli.parameters import option
+from csdctl.cli.options import option
 
 emulate = options.group(help="Run a fleet on this machine: real SSH servers that share its CPU and memory.")
 CPU = option(

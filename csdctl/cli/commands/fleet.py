@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 from csdctl.cli import options
 from csdctl.cli.call import Call, on_fleet, open_streams
-from csdctl.cli.parameters import argument, option
+from csdctl.cli.options import argument, option
 from csdctl.errors import InputError
 from csdctl.fleet.names import format_node_names
 from csdctl.reporting.numbers import format_count

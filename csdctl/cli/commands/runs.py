@@ -8,7 +8,7 @@ import typer
 
 from csdctl.cli import options
 from csdctl.cli.call import open_streams
-from csdctl.cli.parameters import LATEST, argument, complete_runs, option
+from csdctl.cli.options import LATEST, argument, complete_runs, option
 from csdctl.errors import ExitCode, InputError
 
 runs = options.group(help="List, watch, stop and remove runs.")

@@ -7,7 +7,7 @@ from typing import Literal
 
 from csdctl.cli import options
 from csdctl.cli.call import Call, on_job
-from csdctl.cli.parameters import argument, complete_models, complete_runs, option
+from csdctl.cli.options import argument, complete_models, complete_runs, option
 from csdctl.errors import InputError
 from csdctl.terminal.streams import Streams
 

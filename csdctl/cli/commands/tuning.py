@@ -6,7 +6,7 @@ from typing import Literal
 
 from csdctl.cli import options
 from csdctl.cli.call import Call, on_job
-from csdctl.cli.parameters import option
+from csdctl.cli.options import option
 from csdctl.errors import InputError
 from csdctl.tuning.stannis import DEFAULT_BATCH_SIZES, DEFAULT_MARGIN_SCALE, DEFAULT_STEP_DIVISOR
 
