@@ -79,8 +79,6 @@ class Communicator:
             self._descriptors.append(descriptor)
         self.waits: list[tuple[int, float]] = []
         """On a hub's rank: each rank that a sum has waited for, and the seconds. The task clears it."""
-        self.outliers: dict[int, float] = {}
-        """On a hub's rank: ranks with a too large gradient, and how many times. The task clears it."""
         self.lost: list[tuple[int, str, bool]] = []
         """On rank 0: ranks that were lost, why, and whether it was their fault. The task clears it."""
         self.joining: dict[int, str] = {}
@@ -146,9 +144,7 @@ class Communicator:
         verdict: bytes | bytearray = self._await(Letter.TOTAL)
         if self.has_hub:
             verdict, report = split_parts(verdict)
-            rows = list(REPORT.iter_unpack(report))
-            self.waits += [(rank, wait_s) for rank, wait_s, _ in rows if wait_s > 0]
-            self.outliers |= {rank: factor for rank, _, factor in rows if factor}
+            self.waits += [(rank, wait_s) for rank, wait_s in REPORT.iter_unpack(report) if wait_s > 0]
         self._apply(verdict[1:])
         if verdict[:1] == b"\1":
             self._number = 0

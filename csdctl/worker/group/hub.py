@@ -16,7 +16,6 @@ import math
 import os
 import select
 import socket
-import statistics
 import struct
 import time
 from collections import Counter
@@ -56,16 +55,10 @@ from csdctl.worker.protocol.sandbox import hub_address, link_address
 WAITING_INTERVAL_S = 5.0
 NUM_TAIL = 3
 """Elements at the end of a vector, besides the seconds of each rank."""
-NORM_CHECK_INTERVAL = 16
-"""Steps between two comparisons of gradient norms, each of which takes 60% of the time of a sum."""
-OUTLIER_FACTOR = 100.0
-MAX_FACTOR = 1e19
-"""The reported factor of a norm whose square overflows float32."""
 MAX_HELD_BYTES = 64 << 20
 """Limit of unsent bytes to the rank or the parent; above it, links are not read."""
-REPORT = struct.Struct("<qdd")
-"""A row of the report about a sum to the rank of a hub: a rank, the seconds that the sum has waited for it,
-and how many times larger its gradient is than the median of the others, 0 if that is not too large."""
+REPORT = struct.Struct("<qd")
+"""A row of the report about a sum to the rank of a hub: a rank, and the seconds that the sum has waited."""
 
 
 @dataclass(frozen=True)
@@ -171,10 +164,8 @@ class Hub:
         self._number = self._num_published = 0
         """The number of the sum within the step, and how many of its chunks have left."""
         self._is_stale = False
-        self._num_steps, self._counted = 0, [self._me]
-        """Steps so far, and the ranks in the previous sum of the step."""
-        self._outliers: dict[int, float] = {}
-        """In this sum, the ranks whose gradients are too large, and how many times too large."""
+        self._counted = [self._me]
+        """The ranks in the previous sum of the step."""
         self._poll = select.epoll()
         self._sources: dict[int, tuple[Any, Callable[[], None]]] = {}
         """By descriptor: a channel or listener, and the function that reads from it."""
@@ -630,40 +621,7 @@ class Hub:
         if faults:
             self._add()
             return self._is_added(content)
-        if expected and self._num_steps % NORM_CHECK_INTERVAL == 0:
-            self._outliers = self._find_outliers(present, expected)
         return True
-
-    def _find_outliers(self, present: Sequence[_Child], expected: ExpectedTails) -> dict[int, float]:
-        """Return links, or this rank, whose gradients are too large, and how many times.
-
-        The norm of a gradient, which is a sum over samples, grows with their number n, or with its root
-        where the noise is larger than the mean: the smaller factor counts.
-        """
-        chunks, size = self._chunks[self._number], expected.num_gradients
-
-        def square_norm(vector: Array) -> float:
-            parts = [read_chunk(vector, chunk)[: max(0, size - chunk.elements.start)] for chunk in chunks]
-            return sum(float(np.dot(part, part)) for part in parts)
-
-        gradient = self._local[:size]
-        squares = {self._me: float(np.dot(gradient, gradient))}
-        counts = {self._me: expected.counts[self._me]}
-        for child in present:
-            squares[child.rank] = square_norm(child.vector)
-            counts[child.rank] = sum(expected.counts[rank] for rank in child.ranks)
-        ranks = [rank for rank, count in counts.items() if count > 0]
-        outliers = {}
-        for rank in ranks if len(ranks) > 2 else ():
-            factors = []
-            for power in (1, 2):
-                scaled = {key: squares[key] / counts[key] ** power for key in ranks}
-                square = scaled.pop(rank)
-                median = statistics.median(scaled.values())
-                factors.append(square / median if median else 0.0)
-            if (factor := math.sqrt(min(*factors, MAX_FACTOR**2))) >= OUTLIER_FACTOR:
-                outliers[rank] = factor
-        return outliers
 
     def _find_not_finite(self, present: Sequence[_Child]) -> list[tuple[_Child, str]]:
         """Return a minority of links whose vectors are not finite. [] for more: the training diverges."""
@@ -686,13 +644,10 @@ class Hub:
             if verdict:
                 child.channel.post(Letter.TOTAL, verdict)
             child.channel.post(Letter.CHUNK)
-        waits = [(child.rank, max(0.0, child.completed_s - self._requested_s), 0.0) for child in present]
-        factors = [(rank, 0.0, factor) for rank, factor in self._outliers.items()]
-        report = b"".join(REPORT.pack(*row) for row in waits + factors)
+        waits = [(child.rank, max(0.0, child.completed_s - self._requested_s)) for child in present]
+        report = b"".join(REPORT.pack(*row) for row in waits)
         self._rank.post(Letter.TOTAL, join_parts([verdict, report]))
-        number = 0 if verdict[:1] == b"\1" else (self._number + 1) % len(self._chunks)
-        self._num_steps, self._outliers = self._num_steps + (number == 0), {}
-        self._begin_vector(number)
+        self._begin_vector(0 if verdict[:1] == b"\1" else (self._number + 1) % len(self._chunks))
         self._end_request()
 
     # Values, traffic, and the end

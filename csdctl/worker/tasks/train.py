@@ -29,7 +29,6 @@ from csdctl.worker.protocol.events import (
     EpochEnd,
     Evaluating,
     Rebalanced,
-    Warned,
 )
 from csdctl.worker.protocol.recipe import learning_rate
 from csdctl.worker.tasks.balancer import Balancer
@@ -114,8 +113,6 @@ class Train(ModelTask):
         """Whether the gradient noise follows from the norms of the ranks' gradients."""
         self._weights_hash = ""
         self._since_report = StepTotals()
-        self._outliers: set[int] = set()
-        """Ranks whose too large gradient was reported."""
 
     def restore(self) -> None:
         """Load the state that this rank saved, if any: rank 0, or the rank of another server for its copy."""
@@ -191,7 +188,6 @@ class Train(ModelTask):
                 communicator.counted = before
                 self._settle(communicator, before)
                 continue
-            self._report_outliers(communicator)
             for totals in (self._epoch_totals, self._since_report):
                 totals.add(step)
             if self._checkpointer:
@@ -220,22 +216,6 @@ class Train(ModelTask):
         if communicator.admitted or not tuple(before) == communicator.members == communicator.counted:
             self.settle(communicator, before)
             self._balancer.forget()
-
-    def _report_outliers(self, communicator: Communicator) -> None:
-        """Warn once of each node whose gradient is far larger than the gradients of the others."""
-        outliers, communicator.outliers = communicator.outliers, {}
-        if not outliers.keys() <= self._outliers:
-            self._outliers |= outliers.keys()
-            nodes = {self.spec.ranks[rank].node: factor for rank, factor in outliers.items()}
-            named = ", ".join(f"{node} ({factor:.3g} times)" for node, factor in nodes.items())
-            position = self.progress.position
-            self.reporter.emit(
-                Warned,
-                f"the gradient of {named} is far larger than the median of the other nodes, "
-                f"in epoch {position.epoch}, step {position.step}",
-                "check the values and the scaling of the node's samples and labels; if they are correct, "
-                "test the memory of the node for bit flips (memtester)",
-            )
 
     def _slowest_link(self, communicator: Communicator) -> tuple[int, float, int] | None:
         """Return `Progress.slow_link`. None if the waiting ended when the ranks had computed."""

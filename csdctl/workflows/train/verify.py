@@ -135,7 +135,10 @@ def run_verification(request: TrainRequest, events: EventStream) -> Verification
 
 def _verify(plan: Plan, context: RunContext, options: TrainOptions) -> Verification:
     strategy = choose_strategy(options, plan)
-    run, model = context.space.project.new_run(is_scratch=True), strategy.divide(context, is_verification=True)
+    run, model = (
+        context.space.project.new_run(is_scratch=True),
+        strategy.divide(context, is_verification=True),
+    )
     form = strategy.element_spec(context.prepared)
     resolved = resolve_random_run(plan.ranks, context, model, strategy.verification_task, form)
     results: list[Verified] = []

@@ -367,33 +367,6 @@ def test_gradients_of_most_ranks_that_are_not_finite_are_summed(group: ScriptedG
     assert group.host.members == (0, 1, 2, 3)
 
 
-def scale(factor: float, name: int = 2) -> Callable[[ScriptedGroup, ScriptedLink], None]:
-    """Send a vector whose gradient is larger."""
-
-    def send(group: ScriptedGroup, link: ScriptedLink) -> None:
-        vector = group.make(link.rank)
-        vector[:-7] *= factor if link.rank == name else 1
-        link.send_parts(vector)
-
-    return send
-
-
-@pytest.mark.fault(64)
-@pytest.mark.parametrize(("factor", "names"), [(90, []), (110, [2]), (1e30, [2])])
-def test_gradient_a_hundred_times_as_large_as_the_median_of_the_others_is_named_and_counts(
-    group: ScriptedGroup, factor: float, names: list[int]
-) -> None:
-    links = group.begin([1, 2, 3])
-    summed = group.sum()
-    for link in links:
-        scale(factor)(group, link)
-    summed.result()
-    assert [*group.host.outliers] == names
-    if names:
-        assert group.host.outliers[2] == pytest.approx(min(factor, 1e19), rel=0.05)
-    assert group.host.members == (0, 1, 2, 3)
-
-
 def test_end_of_a_vector_that_is_changed_behind_its_check_is_the_one_that_was_checked(
     group: ScriptedGroup,
 ) -> None:

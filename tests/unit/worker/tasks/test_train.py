@@ -29,7 +29,6 @@ from csdctl.worker.protocol.events import (
     EpochEnd,
     Joined,
     Progress,
-    Warned,
     event_from_line,
 )
 from csdctl.worker.protocol.recipe import LossTerm, Noise, ReduceOnPlateau
@@ -212,18 +211,6 @@ def test_right_sums_are_applied_and_weights_that_are_not_finite_end_the_run() ->
     fill_weights(task, np.inf)
     with pytest.raises(WorkerError, match="the weights are no longer finite after epoch 2"):
         task.compare_weights(PlayedRanks(load_task()))
-
-
-@pytest.mark.fault(64)
-def test_node_with_a_gradient_that_is_too_large_is_named_once(capsys: pytest.CaptureFixture[str]) -> None:
-    task = load_task()
-    ranks = PlayedRanks(task, add=lambda total, layout: ranks.outliers.update({1: 250.4}))
-    assert task.run(ranks) == FINISHED
-    events = map(event_from_line, capsys.readouterr().out.splitlines())
-    (warning,) = [event for event in events if isinstance(event, Warned)]
-    assert f"{task.spec.ranks[1].node} (250 times)" in warning.message
-    assert "samples" in warning.remedy
-    assert "memory" in warning.remedy
 
 
 def test_state_is_given_to_other_ranks_alone_and_to_none_where_there_is_none() -> None:
