@@ -180,25 +180,24 @@ def test_step_file_that_another_user_may_have_written_is_neither_read_nor_writte
 
 
 @pytest.mark.attack(14)
-def test_directory_of_another_user_is_not_used_for_step_files(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "plant",
+    [
+        pytest.param(lambda place: place.chmod(0o770), id="open to its group"),
+        pytest.param(lambda place: (place.rmdir(), place.symlink_to(place.parent)), id="link"),
+        pytest.param(lambda place: (place.rmdir(), place.write_text("")), id="file"),
+        pytest.param(give, id="another user's", marks=needs_root),
+    ],
+)
+def test_directory_of_another_user_is_not_used_for_step_files(
+    tmp_path: Path, plant: Callable[[Path], object]
+) -> None:
     directory = private_memory(tmp_path)
     assert directory == tmp_path / f"csdctl-{os.geteuid()}"
     assert directory.stat().st_mode & 0o777 == 0o700
     assert private_memory(tmp_path) == directory
-    directory.chmod(0o770)
+    plant(directory)
     assert private_memory(tmp_path) is None
-    directory.rmdir()
-    directory.symlink_to(tmp_path)
-    assert private_memory(tmp_path) is None
-    directory.unlink()
-    directory.write_text("")
-    assert private_memory(tmp_path) is None
-    directory.unlink()
-    if os.geteuid() == 0:
-        directory.mkdir(0o700)
-        give(directory)
-        assert private_memory(tmp_path) is None
-    assert private_memory(tmp_path / "none") is None
 
 
 READ = """

@@ -6,10 +6,13 @@ processor. The same with Fashion-MNIST, as `csdctl demo` does it, is in test_dem
 
 import csv
 import json
+import os
 import signal
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -32,7 +35,7 @@ from tests.emulated.training import (
     start_run,
     wait_until_all_train,
 )
-from tests.patience import communicate
+from tests.patience import communicate, eventually, files_written
 from tests.unit.worker.ingest.prepared_data import sha256, swap
 
 pytestmark = pytest.mark.emulated
@@ -163,9 +166,12 @@ def test_run_that_is_stopped_resumes_bit_identically(project: Path, paused: None
 def test_run_that_breaks_three_times_reads_every_sample_once(project: Path, paused: None) -> None:
     """An MPI daemon is killed, then mpirun of another link, then rank 0, which goes on from its step file."""
     process, run = start_run(project, "--skip-doctor", *PLANNED)
+    before = open_in(process.pid)
     for number, kill in enumerate((kill_daemon("csd1"), kill_mpirun("csd0"), kill_host_rank), 1):
         kill(project, run)
         wait_until_all_train(process, run, number)
+    progress = partial(files_written, project)
+    assert eventually(lambda: not open_in(process.pid) - before, progress), open_in(process.pid) - before
     stop(process, project, run)
     lost = [event["node"] for event in events_of(run, "NodeLost")]
     assert lost[:3] == ["csd1", "csd0", "host"], lost
@@ -174,6 +180,12 @@ def test_run_that_breaks_three_times_reads_every_sample_once(project: Path, paus
         resumed_from(run, number)
     resume_to_the_end(project, run, has_losses=True)
     assert_all_read_once(run, NUM_PUBLIC + NUM_NODES * NUM_PRIVATE)
+
+
+def open_in(pid: int) -> Counter[str]:
+    """Count the descriptors and threads of a process."""
+    kinds = ("fd", "task")
+    return Counter({kind: len(os.listdir(f"/proc/{pid}/{kind}")) for kind in kinds})
 
 
 def stop(process: subprocess.Popen[str], project: Path, run: Path) -> None:

@@ -63,10 +63,6 @@ def test_plan_respects_its_limit_and_reports_its_prediction(
     assert 0 < plan["num_probes"] <= 16, "at most eight of each class"
     stored = (project / ".csdctl" / "measurements.jsonl").read_text().splitlines()
     assert not any('"probe"' in line and "csd0" in line for line in stored), "of classes, not machines"
-
-
-def test_forecast_after_tune_needs_no_discover(project: Path, first: tuple[dict[str, Any], str]) -> None:
-    assert first
     assert "samples/s" in succeed(project, "forecast").stdout
 
 

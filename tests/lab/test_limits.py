@@ -8,11 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.lab import network
-from tests.lab.machines import INTERFACE, LabNode
+from tests.lab.machines import LabNode
 from tests.lab.project import Project
-from tests.lab.test_main_job import NETWORK, load_events, long_job
-from tests.patience import wait_for
+from tests.lab.test_main_job import NETWORK
 
 pytestmark = pytest.mark.lab
 
@@ -81,33 +79,3 @@ def test_python_on_a_file_system_mounted_noexec_is_named_with_the_mount_point(
     assert trained.returncode == 1
     assert re.search(rf"mounted noexec: {mounted}|{mounted} is mounted noexec", trained.stderr)
     assert "remount,exec" in trained.stderr
-
-
-@pytest.mark.thorough
-def test_slow_link_is_named_with_its_rate_while_the_run_goes_on_and_in_its_report(
-    project: Project, job: Path
-) -> None:
-    (job.parent / "wide.py").write_text(
-        (job.parent / "small.py").read_text().replace("Conv2D(4, 3)", "Conv2D(512, 3)")
-    )
-    path = job.with_name("wide.yaml")
-    path.write_text(long_job(job).read_text().replace("small.py", "wide.py"))
-    fast, slow, _ = project.lab.near
-    project.use(fast, slow, network=NETWORK)
-    process = project.start("train", str(path), *TRAIN)
-    events = project.path / ".csdctl/runs"
-    wait_for(lambda: any(events.glob("*/checkpoints/*.npz")), process, project.path)
-    network.limit_bandwidth(slow.namespace, INTERFACE, 2)
-    try:
-        (log,) = events.glob("*/events.jsonl")
-        wait_for(
-            lambda: sum(bool(event.get("slow_link")) for event in load_events(log)) > 15,
-            process,
-            project.path,
-        )
-        printed = project.interrupt(process)
-    finally:
-        network.clear_link(slow.namespace, INTERFACE)
-    assert re.search(rf"for {slow.name} \(link\): it carried [\d.]+ KiB/s both ways", printed), printed
-    report = project.csdctl("report").stdout
-    assert re.search(rf"held back by +{slow.name} \(rank 2\), link: it carried [\d.]+ KiB/s", report), report

@@ -234,11 +234,3 @@ def lock_of(project: Project, node: str) -> Iterator[None]:
         yield
     finally:
         project.interrupt(running)
-
-
-def test_recorder_that_gives_the_login_a_terminal_is_named(lab: Lab, project: Project) -> None:
-    recorder = 'ForceCommand script -qefc "$SSH_ORIGINAL_COMMAND" /dev/null'
-    with lab.node("recorded", 76, sshd=(recorder,)) as recorded:
-        project.use(recorded)
-        said = project.refuse("exec", "--", "true", code=1)
-        assert "standard input is a terminal: see ForceCommand of sshd" in said

@@ -121,26 +121,6 @@ def test_from_discover_to_report_no_private_byte_leaves_and_the_ledger_is_right(
     check_ledger(project, captures)
 
 
-@pytest.mark.thorough
-def test_worker_that_fails_on_private_data_reveals_nothing(project: Project, job: Path) -> None:
-    """No image can be used: the worker fails, naming the node but no file."""
-    node = project.lab.near[0]
-    project.use(node, network=NETWORK)
-    private = job.with_name("corrupt.yaml")
-    data = "path: public}, private: {path: private}, classes: ['0', '1']"
-    private.write_text(job.read_text().replace("path: public}", data))
-    put_canaries(node, with_pictures=True)
-    for picture in (node.home / "private").glob("*/*.png"):
-        picture.write_bytes(CANARY * 5)
-    with captured(project.lab, node, directory=project.path.parent) as captures:
-        done = project.csdctl("prepare", str(private))
-    assert done.returncode != 0
-    assert "csd0" in done.stderr
-    assert not find_canaries((done.stdout + done.stderr).encode())
-    assert not find_canaries(captures["csd0"].path.read_bytes())
-    assert search_host(project.path) == []
-
-
 NUM_PRIVATE, EPOCHS, LABEL_BYTES = 500, 10, 4
 IMAGE = np.frombuffer((CANARY * 3)[:64], np.uint8).reshape(8, 8, 1)
 COMPUTED = {kind: IMAGE[2:4].astype(kind).tobytes() for kind in ("float32", "float16")}
