@@ -48,8 +48,7 @@ OUTLIER_TOLERANCE = 0.1
 def fit_step_time(probes: Sequence[Point]) -> StepTime:
     """Fit the step time to `probes` of one machine class. Raises ValueError without probes.
 
-    A single batch size gives a line through the origin. Times that do not grow with the batch give a flat
-    line.
+    One batch size gives a line through the origin. Times that do not grow with the batch give a flat line.
     """
     import numpy as np
 
@@ -236,10 +235,7 @@ class ClassModel:
         return min(size, self.max_at_once or size)
 
     def step_time(self) -> StepTime:
-        """Return the step time in training. Batches that exceed the memory are computed in micro-batches.
-
-        Raises ValueError without probes.
-        """
+        """Return the step time in training, beyond the memory in micro-batches. Raises ValueError."""
         fitted, at_once = fit_step_time(self.points).scaled(self.in_step_factor), self.max_at_once
         if at_once is None:
             return fitted
@@ -266,10 +262,7 @@ class ClassModel:
         )
 
     def with_trial(self, size: int, ratio: float) -> "ClassModel":
-        """Return the model after a trial of `size` took `ratio` times as long as modelled.
-
-        All trials have the same weight.
-        """
+        """Return the model after a trial of `size` took `ratio` times the modelled time. All count alike."""
         sizes = (*self.trial_sizes, size)
         factor = self.in_step_factor * ratio ** (1 / len(sizes))
         return replace(self, trial_sizes=sizes, in_step_factor=factor)
@@ -378,10 +371,7 @@ def learn_trial(model: FleetModel, tried: TriedPlan) -> FleetModel:
 
 
 def recall_class(blank: ClassModel, probes: Sequence[measured.ProbeMeasurement]) -> ClassModel:
-    """Return `blank` with earlier `probes` of this model, recipe and machine class, oldest first.
-
-    Probes with other settings do not count.
-    """
+    """Return `blank` with earlier `probes`, oldest first, of which only those with its settings count."""
     probes = [probe for probe in probes if probe.settings == blank.settings]
     recalled = blank.with_probes([probe for probe in probes if not probe.is_from_trial])
     recalled = replace(recalled, num_new_probes=0)
@@ -391,10 +381,7 @@ def recall_class(blank: ClassModel, probes: Sequence[measured.ProbeMeasurement])
 
 
 def recall_overhead(trials: Sequence[measured.TrialMeasurement], model: FleetModel) -> float | None:
-    """Return the overhead factor in the newest of `trials`, oldest first, of several ranks.
-
-    None without such a trial, or when it has a class that is not in `model`.
-    """
+    """Return the overhead factor in the newest of `trials` with several ranks. None if that is unknown."""
     trial = next((trial for trial in reversed(trials) if len(trial.ranks) > 1), None)
     if trial is None:
         return None

@@ -1,7 +1,4 @@
-"""Measurements as values, as stored and as used by tuning. Pure.
-
-The caller passes the time of a measurement.
-"""
+"""Measurements as values, as stored and as used by tuning. Pure: the caller passes their time."""
 
 import hashlib
 import math

@@ -276,8 +276,6 @@ def save_plan(path: Path, plan: Plan) -> None:
 def load_plan(path: Path) -> Plan:
     """Read a plan. Raises InputError when it is missing or damaged."""
     if not path.exists():
-        raise InputError(
-            f"there is no plan at {path}",
-            remedy=f"run `csdctl tune` first, or train with {option('batch_size')}",
-        )
+        problem = f"there is no plan at {path}"
+        raise InputError(problem, remedy=f"run `csdctl tune` first, or train with {option('batch_size')}")
     return load_document(path, Plan)

@@ -126,10 +126,7 @@ def plan_ranks(model: FleetModel, best: BestPlan) -> tuple[RankPlan, ...]:
 def confirmed_prediction(
     batch_sizes: Sequence[int], result: TrialResult, errors: ForecastErrors, host_samples_per_s: float | None
 ) -> Predicted:
-    """Return the prediction from a plan's trial.
-
-    `batch_sizes` in order of rank. `errors` of earlier forecasts. `host_samples_per_s` of the host alone.
-    """
+    """Return the prediction from a plan's trial. `batch_sizes` by rank. `errors` of earlier forecasts."""
     low, high = errors.after_trial(result.error).range_of(result.samples_per_s)
     computing = [seconds for seconds in result.compute_s if seconds]
     slowest_s = max(computing)
@@ -152,10 +149,7 @@ def confirmed_prediction(
 
 
 def next_probes(model: FleetModel, limits: Limits) -> dict[str, int]:
-    """Return the batch sizes to probe next, by machine. Empty when enough is known about every class.
-
-    Raises TuningError when no size of a class fits in memory, or no plan satisfies the limits.
-    """
+    """Return the sizes to probe next, by machine. Empty when enough is known. Raises TuningError."""
     for members in model.classes.values():
         _check_memory(members)
     sizes: Mapping[str, int] = {}

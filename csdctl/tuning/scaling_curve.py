@@ -51,10 +51,7 @@ class ScalableFleet:
         return self.sum_cost.at(self.vector_bytes, num_ranks)
 
     def plan(self, num_nodes: int) -> BestPlan:
-        """Return the plan with `num_nodes` nodes. Raises TuningError when the limits allow none.
-
-        Raises ValueError without a node to repeat.
-        """
+        """Return the plan with `num_nodes`. Raises TuningError, and ValueError without a node to repeat."""
         if not self.limits or (self.is_planned and num_nodes == len(self.nodes)):
             return self._keep_plan(num_nodes)
         return find_best_ranks(
@@ -113,10 +110,7 @@ class CurvePoint:
 def predict_curve(
     fleet: ScalableFleet, counts: Iterable[int], power: Power | None = None
 ) -> list[CurvePoint]:
-    """Predict a point for each of `counts`, the numbers of nodes.
-
-    Raises TuningError when the limits allow no plan for one of these numbers.
-    """
+    """Predict a point for each number of nodes. Raises TuningError when the limits allow no plan for one."""
     alone = fleet.plan(0).prediction.samples_per_s
     points = []
     for num_nodes in counts:
@@ -184,10 +178,7 @@ class CurveVerdict:
 
 
 def judge(curve: Sequence[CurvePoint], nodes: Sequence[RankModel]) -> CurveVerdict:
-    """Judge the last point of `curve`, whose nodes repeat `nodes`. Its first point is the host alone.
-
-    Numbers of nodes in between may be missing.
-    """
+    """Judge the last point of `curve`, whose first is the host alone, and whose nodes repeat `nodes`."""
     alone = curve[0]
     useful_nodes = 0
     for before, point in pairwise(curve):  # earlier nodes may cost more than they add

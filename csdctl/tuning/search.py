@@ -44,10 +44,8 @@ class Limits:
     def __post_init__(self) -> None:
         for name, value in self.given.items():
             if value < 1:
-                raise TuningError(
-                    f"{name.replace('_', ' ')} must be at least 1, received {value}",
-                    remedy=f"change or omit {option(name)}",
-                )
+                problem = f"{name.replace('_', ' ')} must be at least 1, received {value}"
+                raise TuningError(problem, remedy=f"change or omit {option(name)}")
 
     @property
     def given(self) -> dict[str, int]:
@@ -104,10 +102,8 @@ def find_best(
     if not compared:
         given = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in limits.given.items())
         options = " or ".join(f"another {option(name)}" for name in limits.given)
-        raise TuningError(
-            f"no plan for {len(candidates)} ranks satisfies {given}",
-            remedy=f"tune with {options}, or with fewer nodes",
-        )
+        problem = f"no plan for {len(candidates)} ranks satisfies {given}"
+        raise TuningError(problem, remedy=f"tune with {options}, or with fewer nodes")
     best, complete = max(compared.values(), key=_rate), compared.get(len(candidates))
     if complete and _rate(best) < _rate(complete) * (1 + MIN_GAIN_WITHOUT_NODES):
         return complete
@@ -120,10 +116,7 @@ def _rate(plan: BestPlan) -> float:
 
 
 def _fleets(candidates: Sequence[RankModel], limits: Limits) -> Iterable[Sequence[RankModel]]:
-    """Yield the complete fleet, then fleets without an increasing number of the slowest optional nodes.
-
-    The slowest are the nodes that take longest for an equal share of the largest global batch.
-    """
+    """Yield the complete fleet, then fleets without more and more of the nodes slowest at an equal share."""
     yield candidates
     share = max(1, limits.largest_global_batch // len(candidates))
     optional = sorted(
@@ -240,10 +233,7 @@ def _fit_to(sizes: Sequence[int], members: Sequence[RankModel], most: int) -> li
 def _cut_to(
     sizes: Sequence[int], members: Sequence[RankModel], target: int, least: Sequence[int]
 ) -> list[int]:
-    """Reduce sizes in proportion to a total of `target`, taking the remainder from the slowest members.
-
-    None becomes smaller than its `least`.
-    """
+    """Reduce sizes in proportion to `target` in all, the rest from the slowest, none below its `least`."""
     total = sum(sizes)
     # Rounded up: the excess is at most one sample for each rank, and what `least` adds.
     cut = [max(needed, ceil(size * target / total)) for size, needed in zip(sizes, least, strict=True)]
@@ -270,11 +260,7 @@ def find_best_ranks(
     sum_s: Callable[[int], float],
     overhead_factor: float = 1.0,
 ) -> BestPlan:
-    """Return the fastest plan of the host and `nodes`. It has no batch size for a host that does not train.
-
-    `sum_s(n)`: seconds of a sum over n ranks, including the host. Raises TuningError when no plan satisfies
-    the limits.
-    """
+    """Return the fastest plan, without the host if that is faster. `sum_s` is with it. Raises TuningError."""
     if not nodes:
         return find_best([host], limits, sum_s, overhead_factor)
     best = None

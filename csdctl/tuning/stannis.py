@@ -72,19 +72,15 @@ def tune_stannis(
                 too_large[engine] = size
             else:
                 growing[engine] = Point(size, time_s)
-    raise TuningError(
-        f"C = {step_divisor} makes the steps too small: not finished after {MAX_ROUNDS} rounds",
-        remedy=f"use a smaller {option('step_divisor')}",
-    )
+    problem = f"C = {step_divisor} makes the steps too small: not finished after {MAX_ROUNDS} rounds"
+    raise TuningError(problem, remedy=f"use a smaller {option('step_divisor')}")
 
 
 def check_arguments(batch_sizes: Sequence[int], step_divisor: float, margin_scale: float) -> None:
     """Raise TuningError for arguments that Algorithm 1 cannot work with."""
     if not batch_sizes or min(batch_sizes) < 1:
-        raise TuningError(
-            f"expected one or more batch sizes of at least 1, received {list(batch_sizes)}",
-            remedy=f"set {option('batch_sizes')}, for example to 4,8,16,32",
-        )
+        problem = f"expected one or more batch sizes of at least 1, received {list(batch_sizes)}"
+        raise TuningError(problem, remedy=f"set {option('batch_sizes')}, for example to 4,8,16,32")
     for symbol, name, value in (("C", "step_divisor", step_divisor), ("E", "margin_scale", margin_scale)):
         if not (math.isfinite(value) and value > 0):
             problem = f"{symbol} must be a positive number, received {value}"
@@ -126,8 +122,6 @@ def _measure_list(
     for engine, points in lists.items():
         if not points:
             leave_out = "" if engine == HOST_NAME else f", or leave it out: {option('exclude')} {engine}"
-            raise TuningError(
-                f"{engine} cannot train even {batch_sizes[0]} samples at a time: out of memory",
-                remedy=f"use smaller {option('batch_sizes')}{leave_out}",
-            )
+            problem = f"{engine} cannot train even {batch_sizes[0]} samples at a time: out of memory"
+            raise TuningError(problem, remedy=f"use smaller {option('batch_sizes')}{leave_out}")
     return lists, too_large

@@ -117,10 +117,8 @@ def forecast(basis: ForecastBasis, request: ForecastRequest) -> Forecast:
     counts = range(num_nodes + 1) if request.node_counts is None else request.node_counts
     most = max(counts)
     if most and not num_nodes:
-        raise InputError(
-            "the fleet has only the host: the gain from nodes is unknown",
-            remedy="run `csdctl tune` with at least one node",
-        )
+        problem = "the fleet has only the host: the gain from nodes is unknown"
+        raise InputError(problem, remedy="run `csdctl tune` with at least one node")
     basis = _with_request(basis, request, most)
     judged = [round(part * most / MAX_COUNTS) for part in range(MAX_COUNTS + 1)]
     counts = judged if len(counts) > MAX_COUNTS else counts
@@ -158,8 +156,7 @@ def tuned_basis(
 ) -> ForecastBasis:
     """Return the basis of a forecast for `job` on `fleet`, which is None without a fleet file.
 
-    Raises InputError with a remedy when nothing was measured, TuningError when the limits allow no plan, and
-    what building a new model raises.
+    Raises InputError when nothing was measured, TuningError when the limits allow no plan.
     """
     if fleet is None:
         raise _unknown("there is no fleet file", f"write fleet.yaml and {TUNE}")
@@ -206,10 +203,7 @@ def tuned_basis(
 def _scale(
     job: Job, measurements: FleetMeasurements, plan: Plan | None, given: Limits, num_samples: int | None
 ) -> tuple[ScalableFleet, int]:
-    """Return the fleet with the plan's batch sizes for its own nodes, and the number of probes.
-
-    Batch sizes for other numbers of nodes are the best within the `given` limits.
-    """
+    """Return the fleet with the plan's batch sizes, or the best in the limits, and the number of probes."""
     is_private, nodes_of_fleet = job.private_path is not None, measurements.fleet.machines[1:]
     model = measurements.recall_fleet(required=nodes_of_fleet if is_private else ())
     classes = model.classes.values()
@@ -335,10 +329,8 @@ def given_power(host_watts: float | None, node_watts: float | None) -> Power | N
         missing = option("host_watts" if host_watts is None else "node_watts")
         raise InputError(f"energy requires {missing} too", remedy=f"add {missing}")
     if not all(math.isfinite(watts) and watts >= 0 for watts in (host_watts, node_watts)) or host_watts == 0:
-        raise InputError(
-            f"invalid power: {host_watts:g} W, {node_watts:g} W",
-            remedy="pass the power during training in watts, as a meter shows it",
-        )
+        problem = f"invalid power: {host_watts:g} W, {node_watts:g} W"
+        raise InputError(problem, remedy="pass the power during training in watts, as a meter shows it")
     return Power(host_watts, node_watts)
 
 

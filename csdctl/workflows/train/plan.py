@@ -53,12 +53,10 @@ def find_left_out(plan: Plan, fleet: Fleet) -> list[str]:
 
 
 def load_fitting_plan(path: Path, job: Job, fleet: Fleet, say: Say = lambda line: None) -> Plan:
-    """Read a plan that fits the job and the fleet as they are now. No machine is contacted.
+    """Read a plan that fits the job and the fleet as they are now. Raises InputError that lists the changes.
 
-    Machines are judged by the facts that `discover` saved, unless it could not reach them. Ranks on machines
-    outside `fleet` are left out, and then the plan predicts nothing.
-
-    Raises InputError, which lists what has changed.
+    Machines are judged by the facts that `discover` saved. Ranks outside `fleet` are left out, and then the
+    plan predicts nothing.
     """
     plan, facts = plans.load_plan(path), dict[str, Facts]()
     with suppress(InputError):  # damaged facts are collected again once the machines are connected
@@ -77,10 +75,8 @@ def load_fitting_plan(path: Path, job: Job, fleet: Fleet, say: Say = lambda line
 def check_plan(plan: Plan, job: Job, fleet: Fleet, facts: Mapping[str, Facts]) -> None:
     """Raise InputError for a plan that does not fit. The message lists what has changed."""
     if new := find_unplanned(plan, fleet):
-        raise InputError(
-            f"the plan does not include {', '.join(new)}",
-            remedy=f"{RETUNE}, or train with {option('exclude')} {','.join(new)}",
-        )
+        problem = f"the plan does not include {', '.join(new)}"
+        raise InputError(problem, remedy=f"{RETUNE}, or train with {option('exclude')} {','.join(new)}")
     if plan.ranks[0].batch_size and not fleet.host.trains:
         raise InputError(f"in the plan the host trains, in {fleet.path} it does not", remedy=RETUNE)
     changes = find_changes(plan, job, facts)
@@ -95,10 +91,7 @@ def check_plan(plan: Plan, job: Job, fleet: Fleet, facts: Mapping[str, Facts]) -
 
 
 def build_equal_plan(job: Job, fleet: Fleet, facts: Mapping[str, Facts], batch_size: int) -> Plan:
-    """Return a plan without tuning: `batch_size` on the host and on every node of `fleet`.
-
-    Raises InputError for a batch size that no plan may have.
-    """
+    """Return a plan of `batch_size` for host and nodes. Raises InputError if no plan may have that size."""
     if batch_size > MAX_BATCH_SIZE:
         raise InputError(f"batch size {batch_size:,} is too large", remedy=f"at most {MAX_BATCH_SIZE:,}")
     if not fleet.nodes and not fleet.host.trains:

@@ -62,10 +62,8 @@ class TrainOptions:
             ("num_micro_batches", self.num_micro_batches, 1),
         ):
             if value is not None and not value >= least:
-                raise InputError(
-                    f"{option(name)} must be at least {least}, received {value:g}",
-                    remedy="pass a larger number, or leave it out for the default",
-                )
+                problem = f"{option(name)} must be at least {least}, received {value:g}"
+                raise InputError(problem, remedy="pass a larger number, or leave it out for the default")
 
     def check_strategy_options(self, chosen: str) -> None:
         """Raise InputError for an option of another strategy than `chosen`."""
@@ -74,10 +72,8 @@ class TrainOptions:
             ("num_micro_batches", self.num_micro_batches, SplitSpec.num_micro_batches, SPLIT),
         ):
             if value != default and chosen != strategy:
-                raise InputError(
-                    f"{option(name)} {value} has no effect with the strategy {chosen}",
-                    remedy=f"leave it out, or add {option('strategy')} {strategy}",
-                )
+                problem = f"{option(name)} {value} has no effect with the strategy {chosen}"
+                raise InputError(problem, remedy=f"leave it out, or add {option('strategy')} {strategy}")
 
 
 def check_strategy(strategy: str, cut: str) -> None:

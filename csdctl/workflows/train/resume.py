@@ -38,10 +38,7 @@ def find_started(project: ProjectDirectory, run_id: str, say: Say) -> RunDirecto
 
 
 def find_resumable(project: ProjectDirectory, run_id: str, job: Job, fleet: Fleet, say: Say) -> RunDirectory:
-    """Return the run to resume `run_id`, and report nodes that do not take part.
-
-    Raises InputError for an unknown run, or the run of another job.
-    """
+    """Return the run to resume, and report nodes that do not take part. Raises InputError."""
     run = find_started(project, run_id, say)
     plan = run.read_manifest().plan
     if plan.job != job.name:
@@ -152,15 +149,11 @@ def load_spec(run: RunDirectory) -> RunSpec:
 def _check_job(run: RunDirectory, spec: RunSpec, job: Job, prepared: Prepared) -> None:
     """Raise InputError when recipe or noise has changed. More epochs are allowed."""
     if job.recipe.epochs < spec.recipe.epochs:
-        raise InputError(
-            f"{job.path} has {job.recipe.epochs} epochs, run {run.run_id} has {spec.recipe.epochs}",
-            remedy=f"undo the change (epochs may be raised), or {NEW_RUN}",
-        )
+        problem = f"{job.path} has {job.recipe.epochs} epochs, run {run.run_id} has {spec.recipe.epochs}"
+        raise InputError(problem, remedy=f"undo the change (epochs may be raised), or {NEW_RUN}")
     if spec.recipe != dataclasses.replace(prepared.recipe, epochs=spec.recipe.epochs):
-        raise InputError(
-            f"the recipe of {job.path} has changed since run {run.run_id} began",
-            remedy=f"undo the change (epochs may be raised), or {NEW_RUN}",
-        )
+        problem = f"the recipe of {job.path} has changed since run {run.run_id} began"
+        raise InputError(problem, remedy=f"undo the change (epochs may be raised), or {NEW_RUN}")
     if spec.noise != job.noise:
         raise InputError(
             f"data.private.noise of {job.path} is {_describe(job.noise)}, "
@@ -176,9 +169,7 @@ def _describe(noise: Noise | None) -> str:
 def take_over(project: ProjectDirectory, run_id: str, server: str, state: Path, say: Say) -> None:
     """Make the run that `run_id` means one of csdctl on `server`, this machine. '' if it is no server.
 
-    `state` is the state directory of this machine.
-
-    Raises InputError for an unknown run, or one whose state is nowhere here.
+    `state` is its state directory. Raises InputError for an unknown run, or one whose state is nowhere here.
     """
     if not server:
         return
@@ -191,10 +182,7 @@ def take_over(project: ProjectDirectory, run_id: str, server: str, state: Path, 
 
 
 def _move_copy(project: ProjectDirectory, run_id: str, state: Path) -> None:
-    """Move this server's copy of the run into `project`, if there is one.
-
-    It is later than what `project` has of the run: csdctl on another server has trained it since.
-    """
+    """Move this server's copy of the run into `project`: it is later than what the project has of it."""
     copies = ProjectDirectory(state / COPIES)
     run_ids = copies.run_ids()
     if not run_ids or (run_id == directory.LATEST and run_ids[-1] < max(project.run_ids(), default="")):

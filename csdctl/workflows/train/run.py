@@ -62,10 +62,7 @@ def record_process(run: RunDirectory, space: Workspace) -> None:
 
 
 def store_manifest(run: RunDirectory, space: Workspace) -> str:
-    """Store the manifest of a run for other servers, which may take the run over. Return its path.
-
-    '' where there are no other servers.
-    """
+    """Store a run's manifest for other servers, which may take it over. Return its path, or ''."""
     servers = [node.name for node in space.fleet.nodes if space.fleet.server_of(node.name) == node.name]
     return store_bytes(run.manifest.read_bytes(), ".json", space.project.root).path if servers else ""
 
@@ -82,8 +79,7 @@ def run_ranks(
 ) -> str:
     """Run the ranks to their end. Return who stopped them (`Supervisor.stopped_by`).
 
-    Ranks of nodes that cannot be reached join once they can. Raises RunError, DeadlineError, InputError or
-    PartialError.
+    Raises RunError, DeadlineError, InputError or PartialError.
     """
     context = resolved.context
     space, fleet, worker = context.space, context.space.fleet, context.prepared.worker
@@ -119,10 +115,6 @@ def run_ranks(
 
 
 def _prepare_late_node(resolved: ResolvedRun, spec: RunSpec) -> PrepareNode:
-    """Return what prepares the machine of a node that can be reached now.
-
-    It raises CsdctlError, or InputError where the private data is not the data that was placed.
-    """
     space, prepared = resolved.context.space, resolved.context.prepared
 
     def prepare(session: Session) -> str:

@@ -48,10 +48,8 @@ def plan_points(
     plan, project = _load_plan(training), ProjectDirectory(training.directory)
     counts = node_counts or choose_counts(len(plan.ranks) - 1)[0 if plan.ranks[0].batch_size else 1 :]
     if len(counts) < 2:
-        raise InputError(
-            f"a series needs at least two numbers of nodes, received {len(counts)}",
-            remedy=f"{option('nodes')} 0,1,2",
-        )
+        problem = f"a series needs at least two numbers of nodes, received {len(counts)}"
+        raise InputError(problem, remedy=f"{option('nodes')} 0,1,2")
     points = []
     for kind in kinds:
         for count in counts:
@@ -123,15 +121,11 @@ def plan_point(plan: Plan, kind: str, num_nodes: int, most: int) -> Plan:
     """
     ranks = plan.ranks[: num_nodes + 1]
     if num_nodes >= len(plan.ranks):
-        raise InputError(
-            f"received {num_nodes} nodes, but the plan has {len(plan.ranks) - 1}",
-            remedy=f"use fewer with {option('nodes')}, or run `csdctl tune` for more",
-        )
+        problem = f"received {num_nodes} nodes, but the plan has {len(plan.ranks) - 1}"
+        raise InputError(problem, remedy=f"use fewer with {option('nodes')}, or run `csdctl tune` for more")
     if not any(rank.batch_size for rank in ranks):
-        raise InputError(
-            "the host does not train in this plan: there is no run with 0 nodes",
-            remedy=f"leave 0 out of {option('nodes')}",
-        )
+        problem = "the host does not train in this plan: there is no run with 0 nodes"
+        raise InputError(problem, remedy=f"leave 0 out of {option('nodes')}")
     if kind == WEAK:
         return plan.with_ranks(ranks)
     global_batch = sum(rank.batch_size for rank in plan.ranks[: most + 1])

@@ -107,15 +107,10 @@ class ResolvedRun:
 
 
 def place_plan(ranks: Sequence[RankPlan], prepared: Prepared, job: Job, fleet: Fleet) -> list[Placed]:
-    """Compute the shards of the plan's ranks from the data as it is now (equation 1).
-
-    Raises InputError when the fleet or the data does not allow the plan.
-    """
+    """Divide the samples among the ranks (equation 1). Raises InputError if fleet or data do not allow it."""
     if missing := [rank.node for rank in ranks if rank.node not in fleet.machines]:
-        raise InputError(
-            f"the plan needs {format_node_names(missing)}, not among the selected nodes of {fleet.path}",
-            remedy="run `csdctl tune` again for these nodes",
-        )
+        problem = f"the plan needs {format_node_names(missing)}, not among the selected nodes of {fleet.path}"
+        raise InputError(problem, remedy="run `csdctl tune` again for these nodes")
     batch_sizes, num_public = {rank.node: rank.batch_size for rank in ranks}, prepared.public.num_samples
     try:
         return place_shards(batch_sizes, prepared.num_private, num_public, is_repeating=job.is_repeating)
@@ -126,11 +121,7 @@ def place_plan(ranks: Sequence[RankPlan], prepared: Prepared, job: Job, fleet: F
 def read_plan(
     ranks: Sequence[RankPlan], context: RunContext, placed: Sequence[Placed] | None = None
 ) -> RunData:
-    """Return what the ranks of a plan read, after cutting their shards of public data.
-
-    `placed`: the shards, if they are decided already. Raises InputError when the fleet or the data does not
-    allow the plan.
-    """
+    """Return what the ranks read, after cutting shards. `placed`: if it is decided. Raises InputError."""
     job, prepared, space = context.job, context.prepared, context.space
     if placed is None:
         placed = place_plan(ranks, prepared, job, space.whole)
@@ -197,17 +188,12 @@ def build_rank_specs(
 
 
 def with_servers(ranks: Sequence[RankSpec], fleet: Fleet) -> tuple[RankSpec, ...]:
-    """Return `ranks` with the rank of their servers. Raises InputError without it.
-
-    Ranks of machines outside the fleet, which stay absent, count to the host.
-    """
+    """Return `ranks` with the rank of their servers, absent ones with 0. Raises InputError without it."""
     numbers, present = {rank.node: rank.rank for rank in ranks}, set(fleet.machines)
     servers = {rank.node: fleet.server_of(rank.node) if rank.node in present else HOST_NAME for rank in ranks}
     if missing := sorted(set(servers.values()) - numbers.keys()):
-        raise InputError(
-            f"the plan has no rank on {format_node_names(missing)}, through which its nodes are reached",
-            remedy="run `csdctl tune` again for these nodes",
-        )
+        problem = f"the plan has no rank on {format_node_names(missing)}, through which its nodes are reached"
+        raise InputError(problem, remedy="run `csdctl tune` again for these nodes")
     return tuple(replace(rank, server=numbers[servers[rank.node]]) for rank in ranks)
 
 
@@ -237,10 +223,7 @@ def build_spec(
     step_file: str = "",
     manifest: str = "",
 ) -> RunSpec:
-    """Return the RunSpec of a resolved run, whose files are in `run`.
-
-    `num_checkpoints`, `step_file` and `manifest` are fields of the RunSpec. By default nothing is saved.
-    """
+    """Return the RunSpec of a resolved run, whose files are in `run`. By default nothing is saved."""
     data, model, space = resolved.data, resolved.model, resolved.context.space
     spec = RunSpec(
         run_id=run.run_id,

@@ -63,10 +63,7 @@ class Strategy:
         return plan
 
     def divide(self, context: RunContext, *, is_verification: bool = False) -> RunModel:
-        """Return what the ranks compute. Raises InputError if the job or the model does not allow it.
-
-        `is_verification`: the step computes in 32 bits at least.
-        """
+        """Return what the ranks compute, in a verification in 32 bits at least. Raises InputError."""
         model = context.compiler.step(is_wide=True) if is_verification else context.prepared.model
         return RunModel(model, model)
 
@@ -81,10 +78,7 @@ class Strategy:
 
 @dataclass
 class SplitStrategy(Strategy):
-    """Nodes compute the first layers of the model, up to `cut`, the host the rest.
-
-    Each rank's batch is divided into micro-batches: nodes compute some while the host computes others.
-    """
+    """Nodes compute the layers up to `cut`, the host the rest, of micro-batches at the same time."""
 
     name: ClassVar[str] = SPLIT
     cut: str = ""
@@ -143,10 +137,8 @@ def find_cut(info: ModelInfo, layer: str) -> CutInfo:
         if cut.layer == layer and cut.num_bytes:
             return cut
         if cut.layer == layer:
-            raise InputError(
-                f"{info.name} cannot be cut after {layer!r}, whose activations have no fixed size",
-                remedy="give its input a fixed shape, or name another cut",
-            )
+            problem = f"{info.name} cannot be cut after {layer!r}, whose activations have no fixed size"
+            raise InputError(problem, remedy="give its input a fixed shape, or name another cut")
     names = ", ".join(cut.layer for cut in info.cuts)
     what = f"cannot be cut after {layer!r}" if layer else "needs a cut"
     remedy = f"name one of them: {option('cut')} LAYER"
@@ -164,10 +156,7 @@ class FeatureStrategy(Strategy):
         """The features that all machines have computed for the host, which trains alone."""
 
     def choose_ranks(self, plan: Plan, context: RunContext) -> Plan:
-        """Return the plan with the host alone, if it says so and the job allows it.
-
-        All features are on the host then. Raises PartialError naming the machines that failed.
-        """
+        """Return the plan with the host alone, if it says so and the job allows it. Raises PartialError."""
         say, num_samples = context.events.say, context.prepared.public.num_samples
         if not plan.trains_on_host or len(plan.ranks) == 1:
             return plan
@@ -272,10 +261,8 @@ def find_features(prepared: Prepared) -> FeatureInfo:
             f"or train with {option('strategy')} data-parallel",
         )
     if recipe.views and not recipe.augment:
-        raise InputError(
-            f"recipe.views is {recipe.views}, and there is no data.augment to make views with",
-            remedy="name a function as data.augment, or remove recipe.views",
-        )
+        problem = f"recipe.views is {recipe.views}, and there is no data.augment to make views with"
+        raise InputError(problem, remedy="name a function as data.augment, or remove recipe.views")
     if info.features is None:
         raise InputError(
             f"{info.name} cannot be trained by features: it {info.no_features}",
@@ -286,10 +273,7 @@ def find_features(prepared: Prepared) -> FeatureInfo:
 
 
 def compute_features(data: RunData, model: RunModel, context: RunContext) -> tuple[RunData, FeatureRun]:
-    """Compute the features of all samples of a run where they are. Return them as what its ranks read.
-
-    Raises PartialError naming the machines that failed.
-    """
+    """Compute the features of all samples. Return them as what the ranks read. Raises PartialError."""
     began = time.monotonic()
     with context.events.working(COMPUTING, [rank.node for rank in data.ranks]) as on_progress:
         machines = _prepare_machines(data, model, context, context.events, on_progress)

@@ -108,10 +108,7 @@ class Choice:
 
 
 def _choose(request: TrainRequest, plan: Plan | None, space: Workspace, events: EventStream) -> Choice:
-    """Return the choice of plan or run, after checking that late nodes can join it.
-
-    `plan`: from `check_files`.
-    """
+    """Return the choice of plan or run, after checking that late nodes can join it."""
     if plan is None:
         plan = build_equal_plan(request.job, space.whole, space.facts, request.batch_size or 0)
     if request.resume:
@@ -148,10 +145,9 @@ def _examine(
 def resolve_run(
     ranks: Sequence[RankPlan], strategy: Strategy, context: RunContext, placed: Sequence[Placed] | None = None
 ) -> ResolvedRun:
-    """Return what the ranks of a plan read and compute with a strategy.
+    """Return what the ranks of a plan read and compute. `placed`: the shards, if they are decided already.
 
-    `placed`: the shards, if they are decided already. Raises InputError when fleet, data or model does not
-    allow it, and PartialError naming the machines that failed.
+    Raises InputError when fleet, data or model does not allow it, and PartialError naming failed machines.
     """
     model = strategy.divide(context)  # refuses a job before shards are cut
     data = specs.read_plan(ranks, context, placed)
@@ -168,11 +164,7 @@ def resolve_run(
 
 
 def train(plan: Plan, strategy: Strategy, context: RunContext, options: TrainOptions) -> RunSummary:
-    """Train a new run to its end.
-
-    Raises RunError, DeadlineError or InputError when it fails, RunStopped when the user stops it. The caller
-    has locked the machines and called `load_fitting_plan`.
-    """
+    """Train a new run to its end. Raises RunError, DeadlineError, InputError, and RunStopped by the user."""
     plan = strategy.choose_ranks(plan, context)
     placed = specs.place_plan(plan.ranks, context.prepared, context.job, context.space.whole)
     _check_shards(placed, context, options)  # before features are computed for hours

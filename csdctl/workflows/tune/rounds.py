@@ -1,9 +1,8 @@
 """The rounds of tuning by the fit method: measure all machines, learn, and try the best plan.
 
-The fit method takes few probes of each machine class, the cost of a sum, then a trial of the best plan. The
-model of the fleet is an immutable value (csdctl/tuning/fleet_model.py). Each round measures, stores the
-measurements in the measurements file, and continues with the model updated from them. A second tuning run
-starts from the file: it needs no probe, and one trial confirms its plan.
+It takes few probes of each machine class, the cost of a sum, then a trial of the best plan. Each round
+measures, stores, and continues with an updated model (csdctl/tuning/fleet_model.py). A second tuning starts
+from the stored measurements: it needs no probe, and one trial confirms its plan.
 """
 
 import time
@@ -170,10 +169,7 @@ class FitTuner:
     """Gradient noise scale in samples, to choose the global batch size by goodput. None: by throughput."""
 
     def tune(self, model: FleetModel) -> TunedFleet:
-        """Measure until the best plan has been tried.
-
-        Raises TuningError when no plan is within the limits, and what probes and the ranks of a trial raise.
-        """
+        """Measure until the best plan was tried. Raises TuningError, and what probes and trials raise."""
         model = self._measure_steps(self._measure_sums(model))
         if factor := self.measurements.recall_overhead(model):
             model = replace(model, overhead_factor=factor)
@@ -253,10 +249,7 @@ class FitTuner:
         return self.measurements.learn_trial(model, tried), tried
 
     def _limit_memory(self, model: FleetModel, machine: str, batch_size: int) -> FleetModel:
-        """Continue with smaller micro-batches on `machine` after its rank ran out of memory in a trial.
-
-        The failure is not stored as a measurement: another process on that machine may be the cause.
-        """
+        """Plan smaller micro-batches. Not stored: another process on that machine may be the cause."""
         at_once = model.class_of(machine).limit_at_once(batch_size)
         members = model.class_of(machine).with_out_of_memory(batch_size)
         self._say(

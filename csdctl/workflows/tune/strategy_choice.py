@@ -57,10 +57,7 @@ class StrategyChooser:
     impossible: dict[Strategy, str] = field(default_factory=dict)
 
     def choose(self) -> Plan:
-        """Return the plan with the strategy that takes the least time.
-
-        Raises InputError when no batch sizes are possible.
-        """
+        """Return the plan with the strategy that takes the least time. Raises InputError if there is none."""
         feature_layer = self._find_feature_layer() if self.strategy in (AUTO, FEATURES) else ""
         cuts = self._find_cuts() if self.strategy in (AUTO, SPLIT) else []
         if not feature_layer and not cuts:
@@ -204,10 +201,8 @@ class StrategyChooser:
             return choose_strategy(forecasts)
         requested = [forecast for forecast in forecasts if forecast.strategy == self.strategy]
         if not requested:
-            raise InputError(
-                self.impossible.get(SPLIT) or "no batch sizes for a split satisfy the limits",
-                remedy=f"use other limits, or tune with another {option('strategy')}",
-            )
+            problem = self.impossible.get(SPLIT) or "no batch sizes for a split satisfy the limits"
+            raise InputError(problem, remedy=f"use other limits, or tune with another {option('strategy')}")
         return min(requested, key=lambda forecast: forecast.first_run_s)
 
     def _follow(self, chosen: StrategyForecast) -> Plan:

@@ -76,10 +76,8 @@ class TuneOptions:
                 "or the strategy",
             )
         if self.method != FIT and self.limits.given:
-            raise InputError(
-                f"{self.method} takes no limits, received {', '.join(self.limits.given)}",
-                remedy=f"leave them out, or use {by_fit}",
-            )
+            problem = f"{self.method} takes no limits, received {', '.join(self.limits.given)}"
+            raise InputError(problem, remedy=f"leave them out, or use {by_fit}")
         if self.goal == TIME_TO_ACCURACY and (self.method != FIT or self.limits.global_batch):
             raise InputError(
                 f"{option('goal')} {TIME_TO_ACCURACY} chooses the global batch size, with {by_fit}",
@@ -104,10 +102,7 @@ class TuneOptions:
 
 
 def tune_job(job: Job, fleet: Fleet, directory: Path, options: TuneOptions, events: EventStream) -> Plan:
-    """Prepare `job`, tune, and save the plan in the project of `directory`.
-
-    Raises InputError, TuningError, NodeError, and what opening, preparing, probes and a trial raise.
-    """
+    """Prepare `job`, tune, and save the plan. Raises InputError, TuningError, NodeError and RunError."""
     if not fleet.host.trains:
         options = replace(options, is_host_training=False)
     if not options.is_host_training and (options.method == STANNIS or not fleet.nodes):
@@ -129,19 +124,14 @@ def tune_job(job: Job, fleet: Fleet, directory: Path, options: TuneOptions, even
 
 
 def find_noise_scale(project: ProjectDirectory, job: str) -> float:
-    """Return the gradient noise scale of the latest run of `job` that knows it, in samples.
-
-    Raises InputError when no run does.
-    """
+    """Return the noise scale, in samples, of the latest run of `job` that knows it. Raises InputError."""
     for run_id in reversed(project.run_ids()):
         with suppress(InputError):  # a foreign or damaged directory
             run = project.find_run(run_id)
             if run.read_manifest().plan.job == job and (scale := read_results(run).summary.noise_scale):
                 return scale
-    raise InputError(
-        f"no run of {job} has a gradient noise scale, which needs two ranks that train",
-        remedy="train first, such as `csdctl train --max-steps 100`, then tune again",
-    )
+    problem = f"no run of {job} has a gradient noise scale, which needs two ranks that train"
+    raise InputError(problem, remedy="train first, such as `csdctl train --max-steps 100`, then tune again")
 
 
 def tune_by_fit(context: RunContext, options: TuneOptions, noise_scale: float | None = None) -> Plan:

@@ -55,10 +55,7 @@ class TuningRun:
     """
 
     def __init__(self, ranks: Sequence[RankPlan], context: RunContext, cut: str = "") -> None:
-        """Start the ranks, which load batches of the sizes in `ranks`.
-
-        `cut`: the last layer on the nodes of a model that is cut in two. '' for a whole model.
-        """
+        """Start the ranks, with their batch sizes. `cut`: the last layer on nodes, '' for a whole model."""
         self.ranks, self._context = ranks, context
         self._directory = context.space.project.new_run(is_scratch=True)
         self._resolved = self._resolve(cut)
