@@ -39,8 +39,8 @@ class ScriptedSupervisor:
     script: Script
     stopped_by, outcomes = "", ()
 
-    def __init__(self, _: object, on_event: Callable[[Event], None]) -> None:
-        self._on_event = on_event
+    def __init__(self, *given: Any) -> None:
+        _, _, self._on_event, _ = given
 
     def run(self) -> None:
         for event in self.script:
