@@ -71,7 +71,6 @@ def make_events(num_ranks: int) -> Iterator[tuple[float, Event]]:
                 input_s=0.0,
                 others_s=others_s,
                 memory_bytes=700 << 20,
-                temperature_c=95.0 if rank == SLOW and is_held else 55.0,
             ),
         )
     if num_ranks > 30:

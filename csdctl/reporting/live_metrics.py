@@ -60,7 +60,6 @@ class _Figures:
         }
         self._losses = counter("rank_losses", "Times that the rank was lost.")
         self._memory = gauge("memory_bytes", "Memory of the rank's process.", ("node",))
-        self._temperature = gauge("cpu_temperature_celsius", "CPU temperature of the machine.", ("node",))
         self._batch_size = gauge("batch_size", "Batch size of the rank with this number.", ("rank",))
         progress = {
             "epoch": "Current epoch, from 1.",
@@ -106,6 +105,5 @@ class _Figures:
         self._samples.labels(node).inc(report.samples)
         for name, counter in self._seconds.items():
             counter.labels(node).inc(getattr(report, name) or 0.0)
-        for name, gauge in (("memory_bytes", self._memory), ("temperature_c", self._temperature)):
-            if event.get(name) is not None:
-                gauge.labels(node).set(event[name])
+        if event.get("memory_bytes") is not None:
+            self._memory.labels(node).set(event["memory_bytes"])

@@ -27,14 +27,12 @@ COMPUTE, INPUT, WAIT, COMMUNICATION, OTHER = "compute", "input", "wait", "commun
 KINDS = (COMPUTE, INPUT, WAIT, COMMUNICATION, OTHER)
 """What a rank spends its time on. `wait`: for slower ranks. `communication`: the remaining time of a sum.
 `other`: evaluation, checkpoints, comparing weights."""
-BY_COMPUTE, BY_INPUT, BY_LINK, BY_HEAT = "compute", "input", "link", "heat"
+BY_COMPUTE, BY_INPUT, BY_LINK = "compute", "input", "link"
 """Causes of a bottleneck."""
 MIN_SHARE = 0.05
 """Share of the time of all ranks. With less waiting there is no bottleneck."""
 SLOWER = 1.15
 """From this ratio on, compute time per sample has grown since the beginning of the run."""
-HOT_C = 80.0
-"""Temperature from which on heat is the cause."""
 LATEST, MIN_LATEST = 0.25, 4
 """Share of the run's intervals that counts as now, and the least number of them."""
 
@@ -120,8 +118,6 @@ class RunSeries:
     is_wait_divided: bool = True
     """Whether ranks told waiting from communication, which counts as waiting otherwise, and input from
     computing."""
-    hottest_c: dict[int, float] = field(default_factory=dict)
-    """Highest temperature by rank, of the machines that have a sensor."""
     trained: list[tuple[float, float]] = field(default_factory=list)
     """From each start of rank 0 to the latest steps that it has reported since, in Unix time."""
 
@@ -163,13 +159,13 @@ class SeriesBuilder:
         series.start_s = series.start_s or time_s
         report = self.tally.add(event)
         if isinstance(event, Progress) and report:
-            self._add_report(time_s, event.rank, report, event.temperature_c)
+            self._add_report(time_s, event.rank, report)
             if event.slow_link:
                 rank, link_s, num_bytes = event.slow_link
                 before = series.links.get(rank, (0.0, 0))
                 series.links[rank] = before[0] + link_s, before[1] + num_bytes
         elif isinstance(event, EpochEnd) and report:
-            self._add_report(time_s, event.rank, report, None)
+            self._add_report(time_s, event.rank, report)
             self._until_s[event.rank] = math.inf
             if event.rank == 0:
                 rate, results = self.tally.epoch.throughput, epoch_results(event)
@@ -204,7 +200,7 @@ class SeriesBuilder:
         series.epochs = (*self._epochs[:-1:every], *self._epochs[-1:])
         return series
 
-    def _add_report(self, time_s: float, rank: int, report: Amounts, celsius: float | None) -> None:
+    def _add_report(self, time_s: float, rank: int, report: Amounts) -> None:
         """Add a report that arrived at `time_s`. Some arrive late.
 
         Within an epoch, every report begins where the one before ended.
@@ -215,8 +211,6 @@ class SeriesBuilder:
         self._until_s[rank] = end_s = min(time_s, self._until_s[rank] + report.wall_s)
         end_s -= series.start_s
         self._timeline.add(rank, end_s - report.wall_s, end_s, self._divide(report))
-        if celsius is not None:
-            series.hottest_c[rank] = max(celsius, series.hottest_c.get(rank, celsius))
 
     def _divide(self, report: Amounts) -> list[float]:
         """Return the seconds of each kind, the samples of the rank, and the samples of all ranks."""
@@ -357,6 +351,4 @@ def _find_cause(series: RunSeries, rank: int, start: int) -> tuple[str, str]:
     at_first, at_last = median(times[:quarter] or [0.0]), median(times[-quarter:] or [0.0])
     if not at_first or at_last / at_first < SLOWER:
         return BY_COMPUTE, "its batch takes longer than the others'"
-    why = f"its time per sample grew to {at_last / at_first:.2f} times its initial value"
-    hottest = series.hottest_c.get(rank, 0.0)
-    return (BY_HEAT, f"{why}, at up to {hottest:.0f} °C") if hottest >= HOT_C else (BY_COMPUTE, why)
+    return BY_COMPUTE, f"its time per sample grew to {at_last / at_first:.2f} times its initial value"

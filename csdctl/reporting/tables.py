@@ -32,7 +32,6 @@ from csdctl.worker.protocol.recipe import Recipe
 
 ADVICE = {
     BY_COMPUTE: "Measure again with `csdctl tune`; if {node} stays slow, look for other programs there.",
-    series.BY_HEAT: "Cool {node}.",
     series.BY_INPUT: "Store the prepared data of {node} on a faster drive.",
     BY_LINK: "Use larger batches, which communicate less often, or a faster link.",
 }

@@ -1,31 +1,20 @@
-"""Memory and times of this process, network interfaces, and the temperature of this machine.
-
-The temperature comes from hwmon's sensors of CPUs, else from thermal zones. An emulated node has none.
-"""
+"""Memory and times of this process, and network interfaces of this machine."""
 
 import array
 import contextlib
 import fcntl
 import ipaddress
 import mmap
-import os
 import resource
 import socket
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 _SIOCGIFCONF = 0x8912
 _INTERFACE = struct.Struct("16s4x4s16x" if struct.calcsize("P") == 8 else "16s4x4s8x")
 """struct ifreq of netdevice(7) with an IPv4 address."""
-INTERVAL_S = 10.0
-"""Time between two readings of the sensors: one behind ACPI takes milliseconds."""
-MIN_C, MAX_C = 1.0, 150.0
-"""A sensor with a reading outside is off or broken."""
-CPU_CHIPS = ("coretemp", "k10temp", "zenpower", "cpu_thermal", "cputemp", "soc_thermal")
-CPU_ZONES = ("cpu", "x86_pkg_temp", "soc", "core", "acpitz")
-EMULATED = "CSDCTL_EMULATED_FLEET"
 
 
 def peak_memory_bytes() -> int:
@@ -71,46 +60,6 @@ def list_interfaces() -> list[tuple[str, str]]:
             if not address6.is_link_local:
                 interfaces.append((name, str(address6)))
     return interfaces
-
-
-class Thermometer:
-    """The hottest sensor of the CPU, read now and then."""
-
-    def __init__(self, sys: Path = Path("/sys/class")) -> None:
-        """`sys`: where the kernel has its classes of devices."""
-        self._sensors = [] if EMULATED in os.environ else find_sensors(sys)
-        self._read_at = float("-inf")
-        self._latest_c: float | None = None
-
-    def read_c(self) -> float | None:
-        """Return a temperature that is at most INTERVAL_S old, in °C. None without a sensor."""
-        if self._sensors and time.monotonic() - self._read_at >= INTERVAL_S:
-            self._read_at = time.monotonic()
-            self._latest_c = max(filter(None, map(_read_c, self._sensors)), default=None)
-        return self._latest_c
-
-
-def find_sensors(sys: Path) -> Sequence[Path]:
-    """Return the files with temperatures of the CPU in thousandths of °C, else of any thermal zone."""
-    chips = [chip for chip in sorted((sys / "hwmon").glob("hwmon*")) if _text(chip / "name") in CPU_CHIPS]
-    if sensors := [sensor for chip in chips for sensor in sorted(chip.glob("temp*_input"))]:
-        return sensors
-    zones = sorted((sys / "thermal").glob("thermal_zone*"))
-    of_cpu = [zone for zone in zones if _text(zone / "type").lower().startswith(CPU_ZONES)]
-    return [zone / "temp" for zone in of_cpu or zones]
-
-
-def _text(path: Path) -> str:
-    with contextlib.suppress(OSError):  # also where a sensor is off
-        return path.read_text(errors="replace").strip()
-    return ""
-
-
-def _read_c(path: Path) -> float | None:
-    with contextlib.suppress(ValueError):
-        celsius = int(_text(path)) / 1000
-        return celsius if MIN_C <= celsius <= MAX_C else None
-    return None
 
 
 def measure_time(

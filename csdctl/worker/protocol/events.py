@@ -87,7 +87,6 @@ class Progress(Event):
     """The part of wait_s until the slowest rank had computed; the rest is communication."""
     cpu_s: Seconds | None = None
     memory_bytes: Count | None = None
-    temperature_c: json_codec.Celsius | None = None
     slow_link: tuple[RankNumber, Seconds, Count] | None = None
     """The rank for whose link rank 0 waited longest, how long, and the bytes that passed it meanwhile."""
 

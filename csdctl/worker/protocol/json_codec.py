@@ -89,7 +89,6 @@ ExitCode = Annotated[int, Between(0, 255)]
 Seconds = Annotated[float, Between(0.0, 1e9)]
 Measured = Annotated[float, AnyNumber]
 """Computed from data or from other ranks' numbers: NaN when a training diverges."""
-Celsius = Annotated[float, Between(-100.0, 1000.0)]
 Sha256 = Annotated[
     str, Bound("a SHA-256 in hex", lambda value: re.fullmatch("[0-9a-f]{64}", value) is not None)
 ]

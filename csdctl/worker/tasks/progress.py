@@ -19,7 +19,7 @@ from csdctl.worker.data.schedule import OwnSamples, Segment, Share, Span, begin_
 from csdctl.worker.engine.layout import GradientNoise, Sums, add_sums
 from csdctl.worker.group.communicator import Communicator
 from csdctl.worker.process.errors import WorkerError
-from csdctl.worker.process.machine import Thermometer, peak_memory_bytes, resident_bytes
+from csdctl.worker.process.machine import peak_memory_bytes, resident_bytes
 from csdctl.worker.process.output import print_line
 from csdctl.worker.protocol.events import Event, Finished, Progress, Traffic, event_to_line
 from csdctl.worker.protocol.json_codec import SCHEMA, Count, NumSteps, from_json, to_json
@@ -329,7 +329,6 @@ class Reporter:
 
     def __init__(self, me: RankSpec, write_line: Callable[[str], None] = print_line) -> None:
         self._me, self._write_line = me, write_line
-        self._thermometer = Thermometer()
         self.metrics: Callable[[Sums], Mapping[str, float]] = lambda sums: {}
         """Returns the metrics of summed states by name; known once the model is loaded."""
 
@@ -344,7 +343,7 @@ class Reporter:
         fields = totals.local_fields()
         if is_over:
             fields["wall_s"] = round(totals.stepped - totals.started, 6)
-        fields |= {"memory_bytes": resident_bytes(), "temperature_c": self._thermometer.read_c()}
+        fields["memory_bytes"] = resident_bytes()
         if self._me.rank == 0:
             fields |= global_fields(totals.sums, totals.global_samples, self.metrics(totals.sums))
         self.emit(Progress, epoch=position.epoch, step=position.step, slow_link=slow_link, **fields)

@@ -26,9 +26,7 @@ EVENTS = [
     Failed(1, "csd0", "two\nlines, “quotes”\u2028and a separator", "fix it", 2),
     Finished(0, "host", 1, 4, "hash", 1 << 20),
 ]
-OF_NODE = Progress(
-    1, "csd0", 1, 2, 3, 96, 0.5, 0.25, 0.8, input_s=0.1, cpu_s=0.7, memory_bytes=1 << 20, temperature_c=51.5
-)
+OF_NODE = Progress(1, "csd0", 1, 2, 3, 96, 0.5, 0.25, 0.8, input_s=0.1, cpu_s=0.7, memory_bytes=1 << 20)
 
 
 @pytest.fixture
@@ -150,7 +148,6 @@ class TestEvents:
             {"wall_s": None},
             {"cpu_s": -0.1},
             {"wait_s": [1]},
-            {"temperature_c": 1e4},
         ],
         ids=str,
     )
