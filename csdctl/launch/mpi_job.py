@@ -34,10 +34,9 @@ REQUEST = "@csdctl-daemon "
 The request of a job also has a secret, because mpirun prints messages of its daemon on the node, too.
 """
 CHECK_LINK = "check firewalls and routes between the machine and the host, and `network:` in the fleet file"
+BLANK = "\0 \t\r\n"
 MAX_TAIL_LINES, MAX_TAIL_LINE_CHARS = 60, 1 << 12
 """The last lines of mpirun that are kept as possible causes, and the size of such a line."""
-MAX_LINES = 1000
-"""The number of lines of a daemon that are logged."""
 SANDBOX_S = 2.0
 """The time for a sandbox to kill its processes and remove its files."""
 END_DEADLINE_S = 3.0
@@ -104,16 +103,17 @@ class JobOutput:
 
     def take(self, line: str) -> None:
         """Handle the next line of mpirun's output."""
-        text = line[:MAX_TAIL_LINE_CHARS].strip("\0 \t\r\n")
-        if text.startswith(self._request):
-            self._on_request(line.strip().removeprefix(self._request))
-        elif text == CONNECTED:
+        line = line.strip(BLANK)
+        if line.startswith(self._request):
+            self._on_request(line.removeprefix(self._request))
+        elif line == CONNECTED:
             self.is_connected = True
         else:
-            self.log(text)
+            self.log(line)
 
     def log(self, line: str) -> None:
         """Log a line, and keep it as a possible cause."""
+        line = line[:MAX_TAIL_LINE_CHARS].strip(BLANK)
         with self._lock:
             if line and not (self._is_closed or _BANNER.match(line)):
                 self.tail.append(line)
@@ -223,14 +223,12 @@ class MpiJob:
 
     def _run_daemon(self, host: str, command: str) -> None:
         """Run the daemon. End the link if it fails, because mpirun would wait for it for ever."""
-        code, latest, num_left = 1, "", MAX_LINES
+        code, latest = 1, ""
 
         def log(line: str) -> None:
-            nonlocal latest, num_left
-            num_left -= 1
-            if num_left >= 0:
-                self._output.log(line.strip("\0 \t\r\n"))
-                latest = line.strip(" -") or latest
+            nonlocal latest
+            self._output.log(line)
+            latest = line.strip(" -") or latest
 
         with contextlib.suppress(OSError, ValueError, EOFError):
             try:
@@ -240,8 +238,8 @@ class MpiJob:
                         with contextlib.suppress(DeadlineError):
                             log(conversation.read_line(deadline_s=3600.0))
                 done = conversation.wait(deadline_s=END_DEADLINE_S)
-                code, num_left = done.exit_code, MAX_LINES
-                for line in done.stderr.decode(errors="replace").splitlines()[-MAX_LINES:]:
+                code = done.exit_code
+                for line in done.stderr.decode(errors="replace").splitlines():
                     log(line)
             except CsdctlError as error:
                 self._output.log(str(error))

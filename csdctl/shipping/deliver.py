@@ -29,8 +29,8 @@ from csdctl.transport.session import SLICE_BYTES, Session
 from csdctl.worker.protocol.json_codec import PROGRESS, RESULT, Count, MaxLength, ProtocolError, shorten
 
 DEFAULT_IGNORED = (".git/", "__pycache__/", ".csdctl/")
-MAX_RANGES = 20_000
-MAX_DAMAGED = 100
+MAX_OBJECTS = 1_000_000
+"""The line of a request has a character for each object."""
 RESPONSE_S = 60.0
 """The deadline of one answer. A receiver sends a heartbeat every second, so this detects one that hangs."""
 WHOLE_S = 900.0
@@ -80,6 +80,9 @@ def pack_payload(objects: Sequence[StoredFile] = (), trees: Sequence[FileTree] =
     distinct = {stored.name: stored for stored in objects}
     for tree in trees:
         distinct |= {stored.name: stored for _, stored in tree.files if stored.name not in distinct}
+    if len(distinct) > MAX_OBJECTS:
+        problem = f"{len(distinct):,} files are more than the {MAX_OBJECTS:,} that can be sent at once"
+        raise InputError(problem, remedy="pack them into an archive")
     numbers = {name: number for number, name in enumerate(distinct)}
     manifest = {
         "objects": [[stored.name, stored.size, stored.mode] for stored in distinct.values()],
@@ -188,17 +191,16 @@ def _check_link(root: str, entry: os.DirEntry[str]) -> str:
 
 @dataclass(frozen=True)
 class Missing:
-    """A request for objects by number."""
+    """A request for the objects that are marked with a 1. The others have a 0."""
 
-    ranges: Annotated[tuple[tuple[Count, Count], ...], MaxLength(MAX_RANGES)]
-    """First and last number of the objects, ascending."""
+    marks: Annotated[str, MaxLength(MAX_OBJECTS)]
 
 
 @dataclass(frozen=True)
 class Damaged:
-    """Numbers of objects that arrived damaged."""
+    """The number of an object that arrived damaged."""
 
-    numbers: Annotated[tuple[Count, ...], MaxLength(MAX_DAMAGED)]
+    number: Count
 
 
 ANSWERS: dict[str, type] = {PROGRESS: Nothing, "missing": Missing, "damaged": Damaged, RESULT: Nothing}
@@ -254,26 +256,23 @@ def deliver(
                 if not dry_run:
                     _send_files(program, session, requested, on_progress)
                 kind, answer = _read(program, {name: ANSWERS[name] for name in ANSWERS if name != "missing"})
-            if kind == "damaged" and not (answer.numbers and max(answer.numbers) < len(objects)):
-                raise ProtocolError("received a report of damage of objects that were not offered")
+            if kind == "damaged" and answer.number >= len(objects):
+                raise ProtocolError("received a report of damage of an object that was not offered")
             if kind == RESULT:
                 program.finish()
         except ProtocolError as error:
             raise program.error(str(error)) from None
     if kind == "damaged":
-        raise _explain_damage(session.name, payload, set(answer.numbers))
+        raise _explain_damage(session.name, objects[answer.number])
     num_bytes = sum(stored.size for stored in requested)
     return Delivery(len(requested), num_bytes, len(objects) - len(requested))
 
 
-def _explain_damage(node: str, payload: Payload, damaged: set[int]) -> CsdctlError:
-    for number in damaged:
-        stored = payload.objects[number]
-        if hash_source(stored.source).sha256 != stored.sha256:
-            return changed(stored.source)
-    problem = f"{len(damaged)} of {len(payload.objects)} files arrived damaged"
+def _explain_damage(node: str, stored: StoredFile) -> CsdctlError:
+    if hash_source(stored.source).sha256 != stored.sha256:
+        return changed(stored.source)
     remedy = "check that machine for failing disk or memory, then retry"
-    return NodeError(problem, node=node, remedy=remedy)
+    return NodeError(f"{stored.source} arrived damaged", node=node, remedy=remedy)
 
 
 def build_receiver(python: str, request: Mapping[str, Any]) -> tuple[list[str], bytes]:
@@ -285,16 +284,12 @@ def build_receiver(python: str, request: Mapping[str, Any]) -> tuple[list[str], 
 
 def check_request(request: Missing, num_offered: int) -> list[int]:
     """Return the numbers of the requested objects. Raises ProtocolError."""
-    numbers: list[int] = []
-    for first, last in request.ranges:
-        least = numbers[-1] + 1 if numbers else 0
-        if not least <= first <= last < num_offered:
-            raise ProtocolError(
-                f"received a request for objects {shorten(first)} to {shorten(last)}, expected ascending "
-                f"numbers from {least} to {num_offered - 1}"
-            )
-        numbers += range(first, last + 1)
-    return numbers
+    if len(request.marks) != num_offered or not {*request.marks} <= {"0", "1"}:
+        received = shorten(request.marks)
+        raise ProtocolError(
+            f"received the marks {received}, expected 0 or 1 for each of {num_offered} objects"
+        )
+    return [number for number, mark in enumerate(request.marks) if mark == "1"]
 
 
 def _send_files(

@@ -5,9 +5,10 @@ standard library of Python 3.8 or newer. The first input is the request: compres
 as many bytes as the argument says. The node then lists its missing objects, receives exactly their bytes in
 that order, and reports when everything is in place. Responses are frames, lines of `@csdctl-KIND JSON`:
 
-    missing {"ranges": [[first, last], …]}    send these
-    progress {}                               heartbeat. Expects no reply
-    result {…}    error {…}    damaged {…}    the end
+    missing {"marks": "01…"}    send the objects of the manifest with a 1
+    progress {}                 heartbeat. Expects no reply
+    damaged {"number": 7}       the end: object 7 has another SHA-256
+    result {…}    error {…}     the end
 
 The host has checked the names in the manifest (shipping/deliver.py). Existing files are compared by content,
 never only by time or size.
@@ -44,8 +45,6 @@ OBJECTS = STATE + b"/objects"
 TREES = STATE + b"/trees"
 STORE_LOCK = STATE + b"/receive.lock"
 MACHINE_LOCK = STATE + b"/lock"
-MAX_RANGES = 20_000
-"""Ranges of objects in a request, so that its line stays below a megabyte."""
 SILENCE_S = 120.0
 """The longest silence of the host before this command ends on its own."""
 NO_LINK = (errno.EMLINK, errno.EPERM, errno.EXDEV, errno.EOPNOTSUPP, errno.ENOSYS, errno.EACCES)
@@ -236,32 +235,27 @@ class Receiver:
         An object that has arrived whole has its name at once: every deploy compares it by content again.
         """
         make_private(OBJECTS)
-        requested = report_missing(missing)
+        self.report(missing)
         try:
-            damaged = [number for number in requested if not receive_object(self.objects[number])]
-            if damaged:
-                respond("damaged", numbers=damaged[:100])
-                raise SystemExit(1)
-            sync([self.objects[number].path for number in requested])
+            for number in missing:
+                if not receive_object(self.objects[number]):
+                    respond("damaged", number=number)
+                    raise SystemExit(1)
+            sync([self.objects[number].path for number in missing])
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                for number in requested:
+                for number in missing:
                     for path in (self.objects[number].part, self.objects[number].path):
                         with contextlib.suppress(OSError):
                             os.unlink(path)
             raise
 
-
-def report_missing(missing: list[int]) -> list[int]:
-    """Report the objects to send, in at most MAX_RANGES ranges. Return their numbers."""
-    ranges: list[list[int]] = []
-    for number in missing:
-        if ranges and (ranges[-1][1] == number - 1 or len(ranges) == MAX_RANGES):
-            ranges[-1][1] = number
-        else:
-            ranges.append([number, number])
-    respond("missing", ranges=ranges)
-    return [number for first, last in ranges for number in range(first, last + 1)]
+    def report(self, missing: list[int]) -> None:
+        """Report the objects to send."""
+        marks = ["0"] * len(self.objects)
+        for number in missing:
+            marks[number] = "1"
+        respond("missing", marks="".join(marks))
 
 
 def receive_object(expected: ManifestObject) -> bool:
@@ -392,7 +386,7 @@ def serve(request: dict[str, Any]) -> None:
     receiver = Receiver(request)
     missing = receiver.missing()
     if request.get("dry_run"):
-        report_missing(missing)
+        receiver.report(missing)
     elif missing or receiver.stale:
         with locked():
             missing = receiver.missing()  # another deploy may have delivered it meanwhile

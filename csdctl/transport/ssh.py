@@ -35,7 +35,7 @@ from csdctl.fleet.model import Node
 from csdctl.transport.commands import Setting, WrappedCommand, build_kill_command
 from csdctl.transport.known_hosts import KnownHosts, fingerprint
 from csdctl.transport.meter import Meter
-from csdctl.transport.session import KILL_DEADLINE_S, Conversation, Deadline, OnStderr, Session, bounded
+from csdctl.transport.session import KILL_DEADLINE_S, Deadline, Session, bounded
 from csdctl.transport.strict_transport import LOST, MAX_PACKET_BYTES, StrictTransport, request_exec
 from csdctl.worker.protocol.file_state import file_state
 
@@ -56,8 +56,6 @@ SOCKET_OPTIONS = (
 )
 MAX_TRIES = 3
 """Attempts to connect to a server that drops connections (sshd's MaxStartups)."""
-MAX_CHANNELS = 8
-"""Concurrent commands on one connection. sshd allows 10 sessions: one is for kills, and one for SFTP."""
 AUTHORIZE = "fix `key:` or `user:`, or authorize the key; sshd's log says why (AllowUsers, PermitRootLogin…)"
 KEYS_ALONE = "csdctl has keys alone: check PubkeyAuthentication and AuthenticationMethods in its sshd_config"
 DEFAULT_KEYS = (".ssh/id_ed25519", ".ssh/id_ecdsa", ".ssh/id_rsa")
@@ -470,31 +468,11 @@ class SshSession(Session):
         key = fingerprint(transport.get_remote_server_key().asbytes())
         super().__init__(node.name, transport.packetizer.meter, key, Setting(dict(node.env), node.state))
         self.transport = transport
-        self._free_channels = threading.BoundedSemaphore(MAX_CHANNELS)
 
     def close(self) -> None:
         """End running commands on the node and close the connection."""
         super().close()
         self.transport.close()
-
-    def start(
-        self, wrapped: WrappedCommand, deadline: Deadline, on_stderr: OnStderr | None = None
-    ) -> Conversation:
-        """Start a command, when fewer than MAX_CHANNELS run. Raises NodeError, DeadlineError."""
-        if not self._free_channels.acquire(timeout=deadline.left_s):
-            problem = f"`{wrapped.command[0]}` could not start within {deadline.seconds:g} s"
-            raise errors.DeadlineError(
-                f"{problem}: {MAX_CHANNELS} commands run there already", node=self.name
-            )
-        try:
-            return super().start(wrapped, deadline, on_stderr)
-        except BaseException:
-            self._free_channels.release()
-            raise
-
-    def _forget(self, conversation: Conversation) -> None:
-        super()._forget(conversation)
-        self._free_channels.release()
 
     def _start_process(self, wrapped: WrappedCommand, deadline: Deadline) -> "_ChannelProcess":
         return _ChannelProcess(_open_channel(self.transport, wrapped.command_line, deadline))

@@ -121,9 +121,8 @@ def _frames(content: bytes, directory: Path) -> None:
 FRAMES = b"""\
 a line of a library
 @csdctl-progress {}
-@csdctl-missing {"ranges": [[0, 1], [3, 3]]}
-@csdctl-missing {"ranges": [[3, 3]]}
-@csdctl-damaged {"numbers": [0, 3]}
+@csdctl-missing {"marks": "11010"}
+@csdctl-damaged {"number": 3}
 @csdctl-error {"message": "it is locked", "remedy": "wait", "exit_code": 2}
 @csdctl-data YWJj
 @csdctl-result {}"""
