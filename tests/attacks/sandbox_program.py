@@ -68,55 +68,32 @@ def connect(
             connecting.connect(address)  # type: ignore[arg-type]
 
 
-def connect_while(change: Callable[[], object], attempt: Callable[[], bool]) -> None:
-    """Attempt again and again, while another thread changes what is checked."""
-    is_done = threading.Event()
-
-    def go_on() -> None:
-        while not is_done.is_set():
-            change()
-
-    changing = threading.Thread(target=go_on)
-    changing.start()
-    try:
-        for _ in range(50):
-            with contextlib.suppress(OSError):
-                if attempt():
-                    return
-        raise OSError("never connected")
-    finally:
-        is_done.set()
-        changing.join()
-
-
 def connect_while_the_address_changes() -> None:
     """Another thread writes the address while it is checked."""
-    allowed = socket.socket()
+    allowed, is_done = socket.socket(), threading.Event()
     allowed.bind(("127.0.0.1", 0))
     allowed.listen(1000)
     ports = [allowed.getsockname()[1], PORT]
     address = ctypes.create_string_buffer(struct.pack("=H", socket.AF_INET) + bytes(14), 16)
     struct.pack_into(">H4s", address, 2, ports[0], socket.inet_aton("127.0.0.1"))
 
-    def attempt() -> bool:
-        with socket.socket() as connecting:
-            LIBC.connect(connecting.fileno(), address, 16)
-            return bool(connecting.getpeername()[1] == PORT)
+    def change() -> None:
+        while not is_done.is_set():
+            for port in ports:
+                struct.pack_into(">H", address, 2, port)
 
-    connect_while(lambda: [struct.pack_into(">H", address, 2, port) for port in ports], attempt)
-
-
-def connect_while_the_socket_changes() -> None:
-    """Another thread puts an inet socket in the place of a Unix one, to which an address means nothing."""
-    inet, unix = socket.socket(), socket.socket(socket.AF_UNIX)
-    place = os.dup(unix.fileno())
-    address = struct.pack("=H", socket.AF_INET) + struct.pack(">H4s8x", PORT, socket.inet_aton("127.0.0.1"))
-
-    def attempt() -> bool:
-        LIBC.connect(place, address, 16)
-        return bool(inet.getpeername())
-
-    connect_while(lambda: [os.dup2(connecting.fileno(), place) for connecting in (inet, unix)], attempt)
+    changing = threading.Thread(target=change)
+    changing.start()
+    try:
+        for _ in range(50):
+            with socket.socket() as connecting, contextlib.suppress(OSError):
+                LIBC.connect(connecting.fileno(), address, 16)
+                if connecting.getpeername()[1] == PORT:
+                    return
+        raise OSError("never connected")
+    finally:
+        is_done.set()
+        changing.join()
 
 
 def connect_by_a_port_of_its_own() -> None:
@@ -197,7 +174,6 @@ ATTEMPTS: dict[str, Callable[[], object]] = {
     "connect_with_data": lambda: connect(("127.0.0.1", PORT), is_fast=True),
     "connect_without_blocking": lambda: connect(("127.0.0.1", PORT), timeout_s=0),
     "connect_while_the_address_changes": connect_while_the_address_changes,
-    "connect_while_the_socket_changes": connect_while_the_socket_changes,
     "connect_to_abstract_socket": lambda: connect("\0" + ABSTRACT, socket.AF_UNIX),
     "connect_to_socket": lambda: connect(PATH, socket.AF_UNIX),
     "connect_by_a_port_of_its_own": connect_by_a_port_of_its_own,

@@ -65,16 +65,6 @@ def test_data_that_is_not_shared_is_private_even_where_its_source_is_readable(
     assert modes(prepare(project, 0, is_private=is_private)) == {"0o700", "0o600"}
 
 
-def test_data_of_an_earlier_version_is_narrowed(project: Path) -> None:
-    dataset = prepare(project)
-    before = (dataset / "images.npy").stat().st_ino
-    for path in (dataset.parent, dataset, *dataset.iterdir()):
-        path.chmod(0o755)
-    assert prepare(project) == dataset
-    assert modes(dataset) == {"0o700", "0o600"}
-    assert (dataset / "images.npy").stat().st_ino == before
-
-
 @pytest.mark.parametrize("name", [".", "labels.npy"])
 def test_data_that_others_could_change_is_prepared_again(project: Path, name: str) -> None:
     dataset = prepare(project)

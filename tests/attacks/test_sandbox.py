@@ -173,7 +173,6 @@ NEED_MORE = {
     "trace",
     "connect_while_the_address_changes",
     "enter_user_namespace",
-    "connect_while_the_socket_changes",
     "use_rings",
     "read_memory",
     "bind_low_port",

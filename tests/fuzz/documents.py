@@ -9,7 +9,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from csdctl.emulation.fleet import EmulatedSpec, FleetPaths, FleetState, NodeState, load_state, save_state
 from csdctl.errors import InputError
 from csdctl.fleet.ansible import list_targets, parse_inventory
 from csdctl.fleet.facts import Facts, facts_path, load_facts, save_facts
@@ -225,24 +224,6 @@ def _facts_seeds() -> list[bytes]:
     return [_written(lambda path: save_facts(Fleet((), path=path), {"csd0": facts}).rename(path))]
 
 
-def _emulation(content: bytes, directory: Path) -> None:
-    _in_file(content, FleetPaths(directory).state)
-    if state := load_state(FleetPaths(directory)):
-        str(state.spec.node_names[:3])
-
-
-def _emulation_seeds() -> list[bytes]:
-    node = NodeState("csd0", 17, 12345, 2222, "duty")
-    state = FleetState("0" * 12, EmulatedSpec((0.25,)), "auto", Path("/srv/fleet.yaml"), (node,))
-
-    def write(path: Path) -> None:
-        paths = FleetPaths(path.parent)
-        save_state(paths, state)
-        paths.state.rename(path)
-
-    return [_written(write)]
-
-
 def _inventory(content: bytes, directory: Path) -> None:
     targets, _ = list_targets(parse_inventory(content.decode(errors="replace"), "hosts.json"), {})
     for target in targets[:20]:
@@ -272,7 +253,6 @@ TARGETS = (
     Target("stored-events", Form.LINES, _stored_events, (InputError,), _event_seeds),
     Target("ledger", Form.LINES, _ledger, (InputError,), _ledger_seeds),
     Target("facts", Form.JSON, _facts, (InputError,), _facts_seeds),
-    Target("emulated-fleet", Form.JSON, _emulation, (InputError,), _emulation_seeds),
     Target(
         *("inventory", Form.JSON, _inventory, (InputError,)),
         lambda: [path.read_bytes() for path in sorted(INVENTORIES.glob("*.json"))],

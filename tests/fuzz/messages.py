@@ -11,8 +11,6 @@ from typing import Any
 from csdctl.errors import RemoteCommandError
 from csdctl.facts.machine import CONDITION_FACTS, ClockTrip, parse_facts
 from csdctl.fleet.facts import Condition
-from csdctl.launch.mpi_job import CONNECTED, REQUEST, JobOutput
-from csdctl.runs.directory import CappedLog
 from csdctl.shipping.deliver import ANSWERS, check_request
 from csdctl.supervision.rank_processes import EventValidator
 from csdctl.transport.program import ReportedError, decode_frame
@@ -173,20 +171,6 @@ def _value_seeds() -> list[bytes]:
     return [encode_value(value) for value in values]
 
 
-def _mpi_output(content: bytes, directory: Path) -> None:
-    log = CappedLog(directory / "rank-1.log", "csd0")
-    output = JobOutput(log, REQUEST, list[str]().append)
-    for line in content[: 1 << 14].decode(errors="replace").split("\n"):
-        output.take(line)
-    output.close()
-    str(output.tail)
-
-
-def _mpi_seeds() -> list[bytes]:
-    lines = [CONNECTED, f"{REQUEST}csd0 true", "a warning", "prterun: something", "Remote daemon: [a@0,2]"]
-    return ["\n".join([*lines, ""]).encode()]
-
-
 MARKS = tuple(f"csdctl-fact:{fact.name}\n".encode() for fact in CONDITION_FACTS)
 INVALID = (ProtocolError,)
 TARGETS = (
@@ -199,5 +183,4 @@ TARGETS = (
     ),
     Target("specs", Form.JSON, _specs, (ProtocolError, UnicodeDecodeError), _spec_seeds),
     Target("group-values", Form.JSON, _group_values, (ValueError,), _value_seeds),
-    Target("mpirun-output", Form.LINES, _mpi_output, (), _mpi_seeds, (REQUEST.encode(), CONNECTED.encode())),
 )

@@ -1,7 +1,6 @@
 """`exec` of commands and of Fabric tasks over OpenSSH servers, with a node behind a jump host."""
 
 import json
-import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +10,6 @@ from csdctl.fleet.fleet_file import render_fleet
 from csdctl.fleet.model import Fleet
 from tests.lab.lab import Lab
 from tests.lab.project import Project
-from tests.patience import communicate, eventually, wait_for
 
 pytestmark = pytest.mark.lab
 
@@ -57,24 +55,6 @@ def fleet(project: Project) -> Project:
     (project.path / "tasks.py").write_text(TASKS)
     (project.path / "settings.conf").write_text("interval = 5\n")
     return project
-
-
-def test_interrupted_command_leaves_nothing_on_nodes(fleet: Project, lab: Lab) -> None:
-    process = fleet.start("exec", "--timeout", "20000", "--", "sleep", "17777")
-    nodes = (lab.near[0], lab.far[0])
-    try:
-        wait_for(
-            lambda: all(any("sleep 17777" in command for command in node.commands()) for node in nodes),
-            process,
-            fleet.path,
-        )
-        process.send_signal(signal.SIGINT)
-        communicate(process, fleet.path)
-        assert process.returncode == 130
-    finally:
-        process.kill()
-        process.communicate()
-    assert eventually(lambda: not any(node.commands() for node in nodes))
 
 
 def test_task_runs_unchanged_also_behind_the_jump_host(fleet: Project, tmp_path: Path) -> None:

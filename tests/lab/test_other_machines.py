@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +13,6 @@ import pytest
 from csdctl.transport.commands import find_state_directory
 from tests.lab.lab import Lab
 from tests.lab.machines import LabNode
-from tests.lab.network import run_command
 from tests.lab.project import Project
 from tests.patience import communicate, eventually
 
@@ -134,50 +132,6 @@ def test_one_machine_with_two_names_is_refused(lab: Lab, project: Project, job: 
     assert "are one machine, with one user and home" in said
 
 
-@contextmanager
-def ssh_server_on_the_host(lab: Lab, home: Path) -> Iterator[str]:
-    """Let an SSH server run on the lab's host for root with `home`; yield its line of known_hosts."""
-    place = lab.host.directory / "sshd"
-    place.mkdir()
-    run_command("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(place / "key"))
-    (place / "config").write_text(
-        f"Port 22\nHostKey {place}/key\nAuthorizedKeysFile {lab.key}.pub\n"
-        "StrictModes no\nUsePAM no\nPidFile none\n"
-    )
-    accounts = Path("/etc/passwd").read_text().partition("\n")[2]
-    (place / "passwd").write_text(f"root:x:0:0:root:{home}:/bin/bash\n{accounts}")
-    mount = f"mkdir -p /run/sshd; mount --bind {place}/passwd /etc/passwd"
-    script = f"{mount}; exec /usr/sbin/sshd -D -e -f {place}/config"
-    server = lab.host.start("unshare", "--mount", "sh", "-c", script, cwd=Path("/"))
-    try:
-        assert server.stderr
-        assert eventually(lambda: "listening" in server.stderr.readline())  # type: ignore[union-attr]
-        yield f"{HOST_ADDRESS} {(place / 'key.pub').read_text()}"
-    finally:
-        server.terminate()
-        server.wait()
-        shutil.rmtree(place)
-
-
-HOST_ADDRESS = "10.77.0.1"
-
-
-def test_project_survives_the_cleanup_of_a_host_that_is_a_node(lab: Lab, project: Project, job: Path) -> None:
-    shutil.copytree(job.parent, project.path, dirs_exist_ok=True)
-    with ssh_server_on_the_host(lab, project.path) as known_host:
-        project.use(lab.near[0])
-        with (project.path / "fleet.yaml").open("a") as file:
-            file.write(f"- {{name: me, address: {HOST_ADDRESS}, key: {lab.key}, python: {sys.executable}}}\n")
-        with (project.path / ".csdctl" / "known_hosts").open("a") as file:
-            file.write(known_host)
-        project.succeed("train", "--batch-size", "8", "--max-steps", "4")
-        before = {path for path in (project.path / ".csdctl").rglob("*") if "machines" not in path.parts}
-        project.succeed("clean", "--everything", "--yes")
-        after = set((project.path / ".csdctl").rglob("*"))
-        assert {path.name for path in before - after} <= {"lock"}
-        assert not [*(project.path / ".csdctl" / "machines").rglob("*")]
-
-
 @pytest.mark.thorough
 @pytest.mark.fault(63)
 def test_three_nodes_and_the_host_work_in_one_home(lab: Lab, project: Project) -> None:
@@ -212,25 +166,8 @@ def test_three_nodes_and_the_host_work_in_one_home(lab: Lab, project: Project) -
         assert running.returncode == 0, stdout + stderr
         first.succeed("predict", "latest", "--limit", "one,two", "--output", "predictions.csv")
         assert "shared with" in first.succeed("report", "--privacy").stdout
-        with lock_of(second, "three"):
-            refused = first.csdctl("prepare")
-            assert refused.returncode == 6
-            assert "three: another csdctl is running here" in refused.stderr
         first.succeed("clean", "--everything", "--yes", "--limit", "one")
         assert not state_of(first_node).exists()
         assert [*state_of(two).rglob("images.npy")]
         assert [*(first.path / ".csdctl" / "runs").glob("*/model.keras")]
         second.succeed("train", "--limit", "three", "--batch-size", "8", "--max-steps", "2")
-
-
-@contextmanager
-def lock_of(project: Project, node: str) -> Iterator[None]:
-    """Hold the lock of `node` for a csdctl in `project`."""
-    running = project.start("train", "--limit", node, "--batch-size", "8", "--max-steps", "100000")
-    runs = project.path / ".csdctl" / "runs"
-    before = {*runs.glob("*")}
-    try:
-        assert eventually(lambda: {*runs.glob("*")} - before)
-        yield
-    finally:
-        project.interrupt(running)

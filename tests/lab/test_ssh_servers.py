@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.lab.lab import Lab
-from tests.lab.machines import INTERFACE, LabNode
+from tests.lab.machines import INTERFACE
 from tests.lab.network import run_command, run_ip
 from tests.lab.project import CSDCTL, Project
 from tests.lab.test_connect import make_key
@@ -136,26 +136,6 @@ def test_certificate_is_offered_beside_its_key_and_named_once_it_has_expired(pro
     (node.home / ".ssh/authorized_keys").write_text(key.with_suffix(".pub").read_text())
     assert project.csdctl("exec", "--", "true").returncode == 0
     node.restart()
-
-
-def test_link_local_address_works_with_its_interface(project: Project) -> None:
-    lab, node = project.lab, project.lab.near[0]
-    address = f"{link_local_address(node)}%{lab.front.bridge}"
-    project.write_fleet(replace(node.node, address=address))
-    (project.path / ".csdctl").mkdir()
-    (project.path / ".csdctl/known_hosts").write_text(f"{address} {node.public_key}")
-    done = project.csdctl("exec", "--", "hostname")
-    assert (done.returncode, done.stdout.split()) == (0, ["csd0", "csd0"]), done.stdout + done.stderr
-    project.write_fleet(replace(node.node, address=f"{link_local_address(node)}%nowhere"))
-    done = project.csdctl("exec", "--", "hostname")
-    assert "after %, an interface of this host" in done.stdout + done.stderr
-
-
-def link_local_address(node: LabNode) -> str:
-    printed = run_command(
-        "ip", "-n", node.namespace, "-6", "-o", "addr", "show", "dev", INTERFACE, "scope", "link"
-    )
-    return printed.split()[3].partition("/")[0]
 
 
 def test_host_key_in_the_file_of_the_system_is_known(project: Project, lab: Lab) -> None:
