@@ -31,7 +31,7 @@ os.environ["CSDCTL_EMULATE_PID"] = str(os.getpid())
 LONGEST = [
     Path(__file__).parent / directory / f"test_{name}.py"
     for directory, *names in (
-        ("emulated", "demo", "strategies", "predict", "models", "tune", "main_job"),
+        ("emulated", "demo", "strategies", "models", "tune", "main_job"),
         ("lab", "main_job", "privacy"),
         ("emulated", "api", "notebook", "doctor", "runs"),
         ("attacks", "ordinary_user", "foreign_daemon"),

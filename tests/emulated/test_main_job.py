@@ -60,6 +60,12 @@ def build():
     layers = [Pause(), keras.layers.Conv2D(4, 3), keras.layers.Flatten()]
     return keras.Sequential([keras.Input((8, 8, 1)), *layers, keras.layers.Dense(4, activation="softmax")])
 """
+PREDICT = """\
+import keras, small, sys, numpy as np
+model = keras.models.load_model(sys.argv[1], custom_objects={"Pause": small.Pause}, compile=False)
+samples = [np.load(name)["x"] / np.float32(255) for name in sys.argv[2:]]
+np.save("expected.npy", model.predict(np.concatenate(samples), verbose=0))
+"""
 
 
 def write_samples(path: Path, num_samples: int, seed: int) -> None:
@@ -125,15 +131,43 @@ def test_all_ranks_hold_identical_weights_at_every_epochs_end(project: Path) -> 
     assert (run / "best.keras").exists()
 
 
-def test_predictions_are_those_of_the_reported_validation(project: Path) -> None:
-    succeed(project, "predict", "latest", "--on", "all")
+def test_predictions_are_those_of_one_process_and_an_absent_node_lacks_its_rows_alone(project: Path) -> None:
+    num_rows = NUM_PUBLIC + NUM_VALIDATION + NUM_NODES * NUM_PRIVATE
+    first = document(project, "predict", "latest", "--on", "all")
+    assert first["num_rows"] == first["num_computed"] == num_rows
+    before = (project / "predictions.csv").read_text()
     with (project / "predictions.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
-    assert len(rows) == NUM_PUBLIC + NUM_VALIDATION + NUM_NODES * NUM_PRIVATE
-    labels = np.load(project / "validation.npz")["y"]
-    classes = [int(row["class"]) for row in rows if row["data"] == "validation"]
-    accuracy = document(project, "report")["validation_accuracy"]
-    assert float((classes == labels).mean()) == pytest.approx(accuracy, abs=1e-3)
+    sets = {("public", "host"): project / "public.npz", ("validation", "host"): project / "validation.npz"}
+    sets |= {("private", node): home_of(project, node) / "private.npz" for node in NODES}
+    counts = (NUM_PUBLIC, NUM_VALIDATION, NUM_PRIVATE, NUM_PRIVATE)
+    keys = [(row["data"], row["node"], int(row["row"])) for row in rows]
+    assert keys == [(*name, row) for name, count in zip(sets, counts, strict=True) for row in range(count)]
+    report = document(project, "report")
+    subprocess.run(
+        [sys.executable, "-c", PREDICT, f"{report['path']}/model.keras", *map(str, sets.values())],
+        cwd=project,
+        check=True,
+        capture_output=True,
+    )
+    scores = np.load(project / "expected.npy")
+    classes = np.array([int(row["class"]) for row in rows])
+    assert classes.tolist() == scores.argmax(axis=1).tolist()
+    np.testing.assert_allclose([float(row["probability"]) for row in rows], scores.max(axis=1), rtol=1e-5)
+    labels, start = np.load(project / "validation.npz")["y"], NUM_PUBLIC
+    accuracy = float((classes[start : start + NUM_VALIDATION] == labels).mean())
+    assert accuracy == pytest.approx(report["validation_accuracy"], abs=1e-3)
+
+    fleet = yaml.safe_load((project / "fleet.yaml").read_text())
+    fleet["nodes"][1]["port"] = 1  # where nothing listens
+    (project / "away.yaml").write_text(yaml.safe_dump(fleet))
+    said = refuse(project, "predict", "latest", "--on", "all", "--force", "--fleet", "away.yaml", code=3)
+    assert f"private rows of csd1 ({NUM_PRIVATE}) are missing" in said
+    present = [line for line in before.splitlines() if not line.startswith("private,csd1,")]
+    assert (project / "predictions.csv").read_text().splitlines() == present
+    again = document(project, "predict", "latest", "--on", "all", "--force")
+    assert (again["num_rows"], again["num_computed"]) == (num_rows, 0)
+    assert (project / "predictions.csv").read_text() == before
 
 
 @pytest.fixture(scope="module")
