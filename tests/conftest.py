@@ -33,7 +33,7 @@ LONGEST = [
     for directory, *names in (
         ("emulated", "demo", "strategies", "models", "tune", "main_job"),
         ("lab", "main_job", "privacy"),
-        ("emulated", "api", "notebook", "doctor", "runs"),
+        ("emulated", "notebook", "doctor", "runs"),
         ("attacks", "ordinary_user", "foreign_daemon"),
         ("unit/worker/tasks", "verify", "reference", "train"),
         ("unit/worker/compute", "step", "against_fit"),

@@ -75,22 +75,10 @@ REFUSED: dict[str, tuple[str, str | Path, str]] = {
         "50,000,000 nodes",
     ),
     "hosts": ("hosts.json", NO_HOSTS + '"g": {"hosts": [' + HOSTS + "]}}", "10000 items"),
-    "a device that is included": ("config", "Include /dev/zero\nHost a\n", "not a regular file"),
-    "a function in a link": (
-        "job.yaml",
-        JOB.replace("data}", "data, function: link.py:load}"),
-        "is a link to",
-    ),
-    "a metric in a link": ("job.yaml", JOB.replace("0.1", "0.1, metrics: [link.py:load]"), "is a link to"),
     "jump hosts behind each other": (
         "fleet.yaml",
         f"jump_hosts:\n{JUMPS}nodes: [{{name: a, address: b, jump: j0}}]\n",
         "more than 8 jump hosts",
-    ),
-    "program that is an option": (
-        "fleet.yaml",
-        "nodes: [{name: a, address: b, python: -c}]\n",
-        "nodes.0.python",
     ),
     "groups": ("hosts.json", NO_HOSTS + GROUPS + "}", "1,000"),
     "values": ("hosts.json", '{"_meta": {"hostvars": {"h": {"x": [' + "0," * 9_000_000, "16,777,216 bytes"),
@@ -108,8 +96,7 @@ def test_file_that_is_a_bomb_or_leads_elsewhere_is_refused_in_one_sentence(
 ) -> None:
     """A link of the job's author would send any file of the user, such as a key, to every node."""
     (tmp_path / "id_ed25519").write_text("a key of the user")
-    for link in ("link.keras", "link.py"):
-        (tmp_path / link).symlink_to(tmp_path / "id_ed25519")
+    (tmp_path / "link.keras").symlink_to(tmp_path / "id_ed25519")
     if name == "job.yaml":
         (tmp_path / "fleet.yaml").write_text(FLEET)
     if isinstance(content, Path):

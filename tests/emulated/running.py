@@ -1,7 +1,6 @@
 """csdctl as a user runs it, in a separate process, and emulated fleets that it runs on."""
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -50,17 +49,6 @@ def refuse(directory: Path, *arguments: str, code: int = 2, environment: dict[st
     said = " ".join((done.stdout + done.stderr).split())
     assert "Traceback" not in said
     return said
-
-
-def result_of_script(directory: Path, program: str | Path) -> tuple[str, dict[str, Any]]:
-    """Run a user's Python script; return its output, and what it prints as JSON after RESULT."""
-    quiet = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        [sys.executable, program], cwd=directory, capture_output=True, text=True, env=quiet, check=False
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    [line] = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    return done.stdout, json.loads(line.removeprefix("RESULT "))
 
 
 def check_documents(printed: str) -> None:

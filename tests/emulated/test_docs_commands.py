@@ -84,7 +84,7 @@ NOT_RUN = {
     ),
     r"csdctl init train.py -- .*": "needs a script with options: tests/unit/workflows/init",
     r"csdctl verify --strategy features": "needs a frozen model: test_strategies.py",
-    r"csdctl train csdctl-job/job.yaml": "trains what `Job.from_model` has written: test_api.py",
+    r"csdctl train csdctl-job/job.yaml": "trains what `Job.from_model` has written: test_notebook.py",
     r"csdctl emulate up( --nodes 2 --cpu 0.4 --memory 4G| --nodes 3 --cpu 0.25)?": (
         "the fleet of the test is up: test_emulate.py"
     ),

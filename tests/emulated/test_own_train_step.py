@@ -1,4 +1,4 @@
-"""A GAN with its own train_step, also on ranks that are killed, and a custom loop.
+"""A GAN with its own train_step, also on ranks that are killed.
 
 The model itself ends its rank between the sums of a step, of the discriminator and of the generator, when it
 finds a file that asks for it.
@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from csdctl.api.interface import load_run
 from tests.emulated.running import document, emulated, succeed
 from tests.emulated.training import (
     assert_all_read_once,
@@ -96,49 +95,13 @@ def build():
 def load(path):
     return np.load(path)["x"]
 """
-LOOP_JOB = """\
-model: loop.py:build
-step: loop.py:step
-data:
-  public: {path: samples.npz, function: loop.py:load}
-recipe: {epochs: 1, reference_batch: 24}
-"""
-LOOP = """\
-import keras
-import numpy as np
-import tensorflow as tf
-
-optimizer = keras.optimizers.Adam(0.01)
-accuracy = keras.metrics.SparseCategoricalAccuracy(name="accuracy")
-loss_of = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-
-
-def build():
-    hidden = [keras.layers.Dense(16), keras.layers.BatchNormalization(), keras.layers.ReLU()]
-    return keras.Sequential([keras.Input((16,)), *hidden, keras.layers.Dense(3)])
-
-
-def step(model, batch):
-    x, y = batch
-    with tf.GradientTape() as tape:
-        logits = model(x, training=True)
-        loss = loss_of(y, logits)
-    optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
-    accuracy.update_state(y, logits)
-    return {"loss": loss}
-
-
-def load(path):
-    x = np.load(path)["x"]
-    return x, x[:, :3].argmax(axis=1)
-"""
 
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     directory = tmp_path_factory.mktemp("gan")
     gan = GAN.replace("Path(__file__).parent", f"Path({str(directory)!r})")
-    files = {"job.yaml": JOB, "gan.py": gan, "loop.yaml": LOOP_JOB, "loop.py": LOOP}
+    files = {"job.yaml": JOB, "gan.py": gan}
     with emulated(directory, 2, files):
         generator = np.random.default_rng(0)
         np.savez(
@@ -165,16 +128,3 @@ def test_ranks_that_are_lost_between_two_sums_of_a_step_take_it_again(project: P
     assert {event["epoch"] for event in ends} == {*range(1, EPOCHS + 1)}
     assert {"d_loss", "g_loss"} <= set(ends[-1]["metrics"])
     assert_all_read_once(run, NUM_SAMPLES)
-
-
-def test_step_of_a_custom_loop_goes_from_prepare_to_report(project: Path) -> None:
-    succeed(project, "prepare", "loop.yaml")
-    assert document(project, "verify", "loop.yaml")["is_equal"]
-    succeed(project, "tune", "loop.yaml", "--probe-seconds", "0.3", "--max-global-batch", "48")
-    succeed(project, "train", "loop.yaml", "--batch-size", "8", "--max-steps", "20", "--skip-doctor")
-    run = load_run("latest", project).directory.path
-    assert hash_at_the_end(run)
-    (end,) = (event for event in events_of(run, "EpochEnd") if event["node"] == "host")
-    assert set(end["metrics"]) == {"accuracy"}
-    assert end["learning_rate"] == pytest.approx(0.01)
-    assert document(project, "report")["state"] == "completed"
