@@ -116,23 +116,20 @@ class FakeConversation(Conversation):
 
     def send_line(self, line: str) -> None:
         """Record one line; raises EOFError when the command has ended."""
-        if self._has_ended or self.is_closed:
-            raise EOFError(f"`{self._command[0]}` on {self._name} has ended")
+        self._check_runs()
         self.sent.append(line)
         self._lines += self._response.replies(line)
 
     def send_bytes(self, data: bytes) -> None:
         """Add `data` to `sent_bytes`; raises EOFError when the command has ended."""
-        if self._has_ended or self.is_closed:
-            raise EOFError(f"`{self._command[0]}` on {self._name} has ended")
+        self._check_runs()
         self.sent_bytes += data
 
     def read_line(self, *, deadline_s: float) -> str:
         """Return the next scripted line; raises DeadlineError, or EOFError after the end."""
         if self._lines:
             return self._lines.popleft()
-        if self._has_ended or self.is_closed:
-            raise EOFError(f"`{self._command[0]}` on {self._name} has ended")
+        self._check_runs()
         raise DeadlineError(f"`{self._command[0]}` did not respond within {deadline_s:g} s", node=self._name)
 
     def wait(self, *, deadline_s: float) -> Completed:
@@ -143,6 +140,10 @@ class FakeConversation(Conversation):
     def close(self) -> None:
         """Record the call in `is_closed`."""
         self.is_closed = True
+
+    def _check_runs(self) -> None:
+        if self._has_ended or self.is_closed:
+            raise EOFError(f"`{self._command[0]}` on {self._name} has ended")
 
 
 def _as_bytes(text: str | bytes) -> bytes:

@@ -25,7 +25,7 @@ MIRROR = "http://deb.debian.org/debian"
 ALLOWED_TO_CHANGE = ("proc", "sys", "dev", "run", "tmp")
 
 _BOOT = """\
-name=$1 root=$2 opt=$3 sys=$4; shift 4
+name=$1 root=$2 sys=$3; shift 3
 hostname "$name"
 mount --make-rprivate /
 mount --bind "$root" /mnt
@@ -36,7 +36,6 @@ mount -t tmpfs tmpfs run; mkdir run/sshd
 mount -t tmpfs -o mode=1777 tmpfs tmp
 mount -t tmpfs -o mode=1777 tmpfs dev/shm
 mount -t devpts -o newinstance,ptmxmode=666,mode=620 devpts dev/pts
-[ "$opt" = - ] || mount -t tmpfs -o "size=$opt" tmpfs opt
 pivot_root . .
 umount -l .
 exec env -i PATH=/usr/sbin:/usr/bin:/sbin:/bin "$@"
@@ -50,13 +49,10 @@ ForceCommand bash -c "$SSH_ORIGINAL_COMMAND"; exit $?
 
 
 class BareNode(LabNode):
-    """A node with a root of its own. `opt_size` limits the disk below /opt, as `mount -o size=` takes it."""
+    """A node with a root of its own."""
 
-    def __init__(
-        self, spec: NodeSpec, lab: str, directory: Path, key: Path, *, architecture: str, opt_size: str = "-"
-    ) -> None:
+    def __init__(self, spec: NodeSpec, lab: str, directory: Path, key: Path, *, architecture: str) -> None:
         self.tree = directory / spec.name / "root"
-        self._opt_size = opt_size
         self.tree.mkdir(parents=True)
         self._is_emulated = architecture == "arm64"
         run_command("tar", "-xf", str(make_root(architecture)), "-C", str(self.tree))
@@ -67,11 +63,6 @@ class BareNode(LabNode):
         """The node as in fleet.yaml: with the Python that it is going to have."""
         return Node(self.name, self.spec.address, self.spec.port, key=self._key, python=PYTHON)
 
-    def give_space(self, size: str) -> None:
-        """Change the size of the disk below /opt."""
-        self._opt_size = size
-        self.run("mount", "-o", f"remount,size={size}", "/opt")
-
     def list_files(self) -> dict[str, str]:
         """Return every file with its mode, owner and content, without what a running system changes."""
         return dict(_describe(self.tree, path) for path in _walk(self.tree))
@@ -79,7 +70,7 @@ class BareNode(LabNode):
     def _boot_command(self) -> list[str]:
         return [
             *("unshare", "--mount", "--uts", "--ipc", "--pid", "--fork", "--kill-child=KILL"),
-            *("sh", "-eu", "-c", _BOOT, "boot", self.name, str(self.tree), self._opt_size),
+            *("sh", "-eu", "-c", _BOOT, "boot", self.name, str(self.tree)),
             "false" if self._is_emulated else "true",  # /sys describes the processor of the host
             *("/usr/sbin/sshd", "-D", "-e"),
         ]
@@ -103,12 +94,10 @@ class BareNode(LabNode):
 
 
 @contextmanager
-def bare_node(
-    lab: Lab, name: str, number: int, *, architecture: str = "amd64", opt_size: str = "-"
-) -> Iterator[BareNode]:
+def bare_node(lab: Lab, name: str, number: int, *, architecture: str = "amd64") -> Iterator[BareNode]:
     """Add a bare node to the lab for the duration of the block."""
     spec = NodeSpec(name, lab.front.ipv4(number))
-    node = BareNode(spec, lab.name, lab.directory, lab.key, architecture=architecture, opt_size=opt_size)
+    node = BareNode(spec, lab.name, lab.directory, lab.key, architecture=architecture)
     lab.nodes[name] = node
     network.connect_cable(node.namespace, INTERFACE, lab.front, f"p-{name}", (spec.address,))
     try:

@@ -20,7 +20,7 @@ from pathlib import Path
 from csdctl.emulation.limits import list_cgroups, remove_cgroup
 from tests.lab import network
 from tests.lab.machines import INTERFACE, LabNode, NodeSpec
-from tests.lab.network import DIES_WITH_PARENT, Segment, run_command, run_ip
+from tests.lab.network import DIES_WITH_PARENT, Segment, run_command
 from tests.patience import communicate
 from tests.session import lock
 
@@ -131,27 +131,6 @@ class Lab:
             del self.nodes[name]
             node.remove()
             network.forget_neighbours(self.front)
-
-    @contextmanager
-    def routed_except_ssh(self) -> Iterator[None]:
-        """Let the gate forward packets except SSH, so that MPI reaches the nodes behind it."""
-        gate = f"--net={network.NAMESPACES / self.gate.namespace}"
-        rules = (
-            "table inet lab { chain forward { type filter hook forward priority 0; tcp dport 22 drop\n}\n}\n"
-        )
-        run_command("nsenter", gate, "sysctl", "-qw", "net.ipv4.ip_forward=1")
-        run_command("nsenter", gate, "nft", "-f", "-", input_text=rules)
-        run_ip(self.host.namespace, f"route add {self.back.ipv4(0)}/24 via {self.front.ipv4(GATE_NUMBER)}")
-        for node in self.far:
-            run_ip(node.namespace, f"route add {self.front.ipv4(0)}/24 via {self.back.ipv4(GATE_NUMBER)}")
-        try:
-            yield
-        finally:
-            for node in self.far:
-                run_ip(node.namespace, f"route del {self.front.ipv4(0)}/24")
-            run_ip(self.host.namespace, f"route del {self.back.ipv4(0)}/24")
-            run_command("nsenter", gate, "nft", "-f", "-", input_text="delete table inet lab\n")
-            run_command("nsenter", gate, "sysctl", "-qw", "net.ipv4.ip_forward=0")
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from csdctl.fleet.model import HOST_NAME, Node
+from csdctl.fleet.model import HOST_NAME
 from csdctl.job.model import load_job
 from csdctl.tuning.plan import Plan, RankPlan, save_plan
 from tests.emulated.small_jobs import pausing_layer
@@ -100,23 +100,12 @@ def test_job_or_fleet_changed_after_tuning_is_detected(project: Project, job: Pa
     assert "changed since tuning" in done.stderr
 
 
-@pytest.mark.thorough
-@pytest.mark.fault(10)
-def test_training_reaches_nodes_through_a_jump_host(project: Project, job: Path) -> None:
-    lab = project.lab
-    far = lab.far[0]
-    _write_jumping_fleet(project, lab.gate.node, far.node)
-    project.trust(lab.gate, far)
-    with lab.routed_except_ssh():
-        options = ("--batch-size", "8", "--max-steps", "2", "--skip-doctor", "--json")
-        done = project.succeed("train", str(job), *options)
-    assert json.loads(done.stdout.splitlines()[-1])["num_ranks"] == 2
-
-
 @pytest.mark.fault(10)
 def test_jump_host_that_is_off_is_named_once_for_all_nodes_behind_it(project: Project) -> None:
     lab = project.lab
-    _write_jumping_fleet(project, lab.gate.node, *(far.node for far in lab.far))
+    gate = lab.gate.node
+    jump = {"name": gate.name, "address": gate.address, "key": str(gate.key)}
+    project.write_fleet(*lab.far, network=NETWORK, jump_hosts=[jump], defaults={"jump": gate.name})
     project.trust(lab.gate, *lab.far)
     code, machines, errors = project.discover()
     assert (code, machines["far1"]["problem"]) == (0, None), errors
@@ -198,11 +187,6 @@ def test_run_survives_cable_freeze_and_power_cut_and_nodes_come_back(project: Pr
         assert done.returncode == 0, done.stdout + done.stderr
         assert "resuming without csd1" in done.stdout
         assert last_steps(events) == steps + 5
-
-
-def _write_jumping_fleet(project: Project, gate: Node, *far: Node) -> None:
-    jump = {"name": gate.name, "address": gate.address, "key": str(gate.key)}
-    project.write_fleet(*far, network=NETWORK, jump_hosts=[jump], defaults={"jump": gate.name})
 
 
 NUM_PUBLIC, NUM_PRIVATE = 96, 24
