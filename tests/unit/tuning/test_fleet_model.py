@@ -8,19 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from csdctl.perfmodel.prediction import CollectiveCost, StepTime
-from csdctl.tuning.fleet_model import (
-    ClassModel,
-    FleetModel,
-    TrialResult,
-    TriedPlan,
-    fit_collective,
-    fit_step_time,
-    largest_within_memory,
-    learn_probes,
-    learn_trial,
-    predict_peak_bytes,
-    recall_class,
-)
+from csdctl.tuning import fleet_model
+from csdctl.tuning.fleet_model import ClassModel, FleetModel, fit_collective, fit_step_time, recall_class
 from csdctl.tuning.measurements import CollectiveMeasurement, Point, ProbeMeasurement, ProbeOutcome
 from csdctl.tuning.plan_choice import choose_plan, limit_for_goodput, plan_ranks
 from csdctl.tuning.search import Limits
@@ -39,7 +28,7 @@ from csdctl.worker.protocol.run_spec import Runtime
     ],
 )
 def test_peak_is_extrapolated(peaks: dict[int, int], size: int, expected: int | None) -> None:
-    assert predict_peak_bytes(peaks, size) == expected
+    assert fleet_model.predict_peak_bytes(peaks, size) == expected
 
 
 @pytest.mark.parametrize(
@@ -54,7 +43,7 @@ def test_peak_is_extrapolated(peaks: dict[int, int], size: int, expected: int | 
 def test_largest_size_is_where_the_line_meets_the_memory(
     peaks: dict[int, int], memory: int, largest: int | None
 ) -> None:
-    assert largest_within_memory(peaks, memory) == largest
+    assert fleet_model.largest_within_memory(peaks, memory) == largest
 
 
 HOST, NODE = StepTime(0.01, 0.002), StepTime(0.05, 0.02)
@@ -78,18 +67,20 @@ def model() -> FleetModel:
     )
 
 
-def tried(model: FleetModel, factors: dict[str, float], overhead_factor: float = 1.0) -> TriedPlan:
+def tried(
+    model: FleetModel, factors: dict[str, float], overhead_factor: float = 1.0
+) -> fleet_model.TriedPlan:
     """A trial of the best plan in which machines are slower by `factors` than in probes."""
     best = choose_plan(model, Limits(global_batch=200))
     step_times = model.step_times()
     times = [step_times[name].at(size) * factors.get(name, 1.0) for name, size in best.batch_sizes.items()]
     step_s = max(times) * overhead_factor + SUM_S
-    result = TrialResult(step_s, 200 / step_s, tuple(times), 5 * step_s, SUM_S)
-    return TriedPlan(best, plan_ranks(model, best), result)
+    result = fleet_model.TrialResult(step_s, 200 / step_s, tuple(times), 5 * step_s, SUM_S)
+    return fleet_model.TriedPlan(best, plan_ranks(model, best), result)
 
 
 def test_probe_counts_for_all_machines_of_its_class(model: FleetModel) -> None:
-    learned = learn_probes(
+    learned = fleet_model.learn_probes(
         model, {"csd1": ProbeOutcome(64, NODE.at(64), 1 << 30), "csd2": ProbeOutcome(256, None)}
     )
     known = learned.class_of("csd0")
@@ -99,15 +90,15 @@ def test_probe_counts_for_all_machines_of_its_class(model: FleetModel) -> None:
 
 
 def test_trial_scales_a_class_by_the_median_of_its_machines_and_the_overhead(model: FleetModel) -> None:
-    learned = learn_trial(model, tried(model, {"csd0": 1.2, "csd1": 1.25, "csd2": 1.3}))
+    learned = fleet_model.learn_trial(model, tried(model, {"csd0": 1.2, "csd1": 1.25, "csd2": 1.3}))
     assert learned.class_of("csd0").in_step_factor == pytest.approx(1.25)
     assert set(learned.outlier_factors.values()) == {1.0}
     assert learned.class_of("host").in_step_factor == pytest.approx(1.0)
-    assert learn_trial(model, tried(model, {}, 1.3)).overhead_factor == pytest.approx(1.3)
+    assert fleet_model.learn_trial(model, tried(model, {}, 1.3)).overhead_factor == pytest.approx(1.3)
 
 
 def test_outlier_gets_a_step_time_of_its_own(model: FleetModel) -> None:
-    learned = learn_trial(model, tried(model, {"csd1": 1.5}))
+    learned = fleet_model.learn_trial(model, tried(model, {"csd1": 1.5}))
     assert learned.class_of("csd1").in_step_factor == pytest.approx(1.0)
     step_times = learned.step_times()
     assert step_times["csd1"].at(20) == pytest.approx(NODE.at(20) * 1.5)
@@ -118,7 +109,7 @@ def test_outlier_gets_a_step_time_of_its_own(model: FleetModel) -> None:
 
 def test_each_out_of_memory_makes_micro_batches_of_the_class_smaller(model: FleetModel) -> None:
     """A rank that computes in micro-batches runs out of memory by their size, not by that of its batch."""
-    learned, sizes = learn_probes(model, {"csd1": ProbeOutcome(51, None)}), []
+    learned, sizes = fleet_model.learn_probes(model, {"csd1": ProbeOutcome(51, None)}), []
     for _ in range(4):
         sizes.append(learned.class_of("csd2").limit_at_once(1000))
         ranks = plan_ranks(learned, choose_plan(learned, Limits(global_batch=2000)))

@@ -6,15 +6,9 @@ from random import Random
 import pytest
 
 from csdctl.perfmodel.spread import standard_error
+from csdctl.tuning import measurements
 from csdctl.tuning.fleet_model import TrialResult
-from csdctl.tuning.measurements import (
-    ForecastErrors,
-    ModelProperties,
-    TrialMeasurement,
-    TrialRank,
-    compare_trials,
-    describe_model,
-)
+from csdctl.tuning.measurements import ForecastErrors, ModelProperties, TrialMeasurement, compare_trials
 from csdctl.tuning.plan_choice import confirmed_prediction
 from csdctl.worker.protocol.model_info import ModelInfo
 from csdctl.worker.protocol.run_spec import Runtime
@@ -22,13 +16,13 @@ from csdctl.worker.protocol.run_spec import Runtime
 
 def test_features_are_those_of_the_model_that_was_built() -> None:
     info = ModelInfo("keras.applications:MobileNetV2", {"": (64, 64, 3)}, 7, 5, num_operations=9)
-    described = describe_model(info, "hash")
+    described = measurements.describe_model(info, "hash")
     assert described == ModelProperties("hash", info.name, 5)
     assert described.vector_bytes == 20
 
 
 def trial(samples_per_s: float, batch_size: int = 4, predicted: float | None = None) -> TrialMeasurement:
-    ranks = (TrialRank("class", batch_size, Runtime(1)),)
+    ranks = (measurements.TrialRank("class", batch_size, Runtime(1)),)
     return TrialMeasurement(ranks, 1.0, samples_per_s, 0.0, predicted)
 
 

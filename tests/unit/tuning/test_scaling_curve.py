@@ -5,23 +5,10 @@ from dataclasses import replace
 
 import pytest
 
-from csdctl.perfmodel.prediction import (
-    MIN_OVERHEAD_FACTOR,
-    CollectiveCost,
-    RankModel,
-    StepTime,
-    calibrate_overhead,
-)
-from csdctl.tuning.scaling_curve import (
-    CurvePoint,
-    CurveVerdict,
-    Power,
-    Reason,
-    ScalableFleet,
-    judge,
-    predict_curve,
-    size_ranks,
-)
+from csdctl.perfmodel import prediction
+from csdctl.perfmodel.prediction import CollectiveCost, RankModel, StepTime, calibrate_overhead
+from csdctl.tuning import scaling_curve
+from csdctl.tuning.scaling_curve import Power, Reason, ScalableFleet, judge, predict_curve, size_ranks
 from csdctl.tuning.search import Limits
 
 FLAT_HOST = RankModel("host", StepTime(0.0, 0.01), is_required=True, batch_size=100)
@@ -36,11 +23,15 @@ FLEET = ScalableFleet(HOST, (CSD, DPU), SUMS)
 CHOOSING = replace(FLEET, limits=lambda num_nodes: Limits(max_global_batch=512))
 
 
-def curve(max_nodes: int, cost: CollectiveCost = NOTHING, power: Power | None = None) -> list[CurvePoint]:
+def curve(
+    max_nodes: int, cost: CollectiveCost = NOTHING, power: Power | None = None
+) -> list[scaling_curve.CurvePoint]:
     return predict_curve(ScalableFleet(FLAT_HOST, (FLAT_NODE,), cost), range(max_nodes + 1), power)
 
 
-def verdict(max_nodes: int, cost: CollectiveCost = NOTHING, power: Power | None = None) -> CurveVerdict:
+def verdict(
+    max_nodes: int, cost: CollectiveCost = NOTHING, power: Power | None = None
+) -> scaling_curve.CurveVerdict:
     return judge(curve(max_nodes, cost, power), [FLAT_NODE])
 
 
@@ -147,7 +138,7 @@ def test_overhead_factor_makes_the_model_agree_with_a_trial() -> None:
     tried = [(HOST.step_time, 100), (CSD.step_time, 10)]
     for factor in (1.25, 0.9):
         assert calibrate_overhead(tried, 0.3 * factor + 0.01, 0.01) == pytest.approx(factor)
-    assert calibrate_overhead(tried, 0.3, 0.5) == MIN_OVERHEAD_FACTOR
+    assert calibrate_overhead(tried, 0.3, 0.5) == prediction.MIN_OVERHEAD_FACTOR
 
 
 def test_rank_without_a_batch_size_gets_as_much_as_the_others_time_allows() -> None:

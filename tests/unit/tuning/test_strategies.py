@@ -11,20 +11,11 @@ from hypothesis import strategies as st
 
 from csdctl.perfmodel.prediction import StepTime
 from csdctl.placement.equation1 import Placed
+from csdctl.tuning import strategies
 from csdctl.tuning.measurements import ForecastErrors
 from csdctl.tuning.plan import DATA_PARALLEL, FEATURES, SPLIT
 from csdctl.tuning.search import Limits
-from csdctl.tuning.strategies import (
-    MEASURED_BATCH,
-    Shares,
-    StrategyForecast,
-    Training,
-    add_range,
-    choose_strategy,
-    share_by_flops,
-    spread_cuts,
-    time_epoch,
-)
+from csdctl.tuning.strategies import MEASURED_BATCH, Shares, StrategyForecast, Training, choose_strategy
 from csdctl.worker.protocol.model_info import CutInfo
 from csdctl.worker.protocol.run_spec import SplitSpec
 
@@ -93,7 +84,10 @@ def test_split_step_takes_what_a_simulation_takes(
 def test_epoch_goes_on_with_the_ranks_that_have_samples_left() -> None:
     placed = [Placed("host", 10, 0, 0, 20), Placed("csd0", 10, 50, 0, 0)]
     seconds = {"host": 3.0, "csd0": 1.0}
-    assert time_epoch(placed, lambda active: max(seconds[name] for name in active)) == 2 * 3.0 + 3 * 1.0
+    assert (
+        strategies.time_epoch(placed, lambda active: max(seconds[name] for name in active))
+        == 2 * 3.0 + 3 * 1.0
+    )
 
 
 def test_split_wins_where_all_samples_lie_on_slow_nodes() -> None:
@@ -195,7 +189,7 @@ def test_range_of_a_first_run_is_wider_without_a_trial_and_after_runs_that_misse
 
     def width(found: StrategyForecast, errors: list[float], trial_error: float = 0.0) -> float:
         spread = ForecastErrors(tuple(errors)).after_trial(trial_error)
-        low, high = add_range(found, spread).first_run_s_range or (0.0, 0.0)
+        low, high = strategies.add_range(found, spread).first_run_s_range or (0.0, 0.0)
         assert low * high == pytest.approx(found.first_run_s**2)
         return high / low
 
@@ -212,8 +206,8 @@ def cut(layer: str, num_operations: int, num_bytes: int = 1000) -> CutInfo:
 
 def test_cuts_with_about_the_same_work_before_them_are_timed_once_and_their_shares_add_up() -> None:
     cuts = [cut("best", 500), cut("next to it", 510), cut("earlier", 300), cut("last", 980)]
-    assert [one.layer for one in spread_cuts(cuts, 1000)] == ["best", "earlier", "last"]
-    shares = share_by_flops(cut("middle", 400), 1000)
+    assert [one.layer for one in strategies.spread_cuts(cuts, 1000)] == ["best", "earlier", "last"]
+    shares = strategies.share_by_flops(cut("middle", 400), 1000)
     assert shares is not None
     assert shares.prefix + shares.head == pytest.approx(1)
     assert (shares.prefix, shares.vector_bytes) == (pytest.approx(0.4), 200)

@@ -17,13 +17,8 @@ from csdctl.perfmodel.prediction import CollectiveCost, StepTime
 from csdctl.runs.directory import ProjectDirectory
 from csdctl.runs.measurements import PROBE, SUM, TRIAL, MeasurementStore
 from csdctl.shipping.store import pack_worker, store_bytes
-from csdctl.tuning.measurements import (
-    CollectiveMeasurement,
-    ModelProperties,
-    ProbeMeasurement,
-    TrialMeasurement,
-    TrialRank,
-)
+from csdctl.tuning import measurements
+from csdctl.tuning.measurements import CollectiveMeasurement, ModelProperties, ProbeMeasurement, TrialRank
 from csdctl.worker.protocol.datasets import DatasetInfo
 from csdctl.worker.protocol.json_codec import RESULT, from_json, to_frame
 from csdctl.worker.protocol.model_info import BuildRequest, ModelInfo
@@ -171,7 +166,7 @@ def remember_trial(at: MeasuredProject, sizes: Sequence[int] = (128, 16, 16)) ->
     step_s = trial_step_s(sizes, at.features.vector_bytes)
     recipe = hash_recipe(at.job, PUBLIC)
     store = MeasurementStore(at.project.measurements)
-    trial = TrialMeasurement(ranks, step_s, sum(sizes) / step_s, 1001.0)
+    trial = measurements.TrialMeasurement(ranks, step_s, sum(sizes) / step_s, 1001.0)
     store.add(TRIAL, fleet_class(), [trial], at.features, recipe)
 
 

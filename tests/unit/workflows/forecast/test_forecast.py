@@ -15,29 +15,12 @@ from csdctl.fleet.fleet_file import load_fleet
 from csdctl.fleet.model import HOST_NAME, Node
 from csdctl.tuning.plan import Plan, Predicted, RankPlan, StrategyPlan, save_plan
 from csdctl.tuning.scaling_curve import Power
-from csdctl.workflows.forecast.forecast import (
-    MAX_NODES,
-    Forecast,
-    ForecastBasis,
-    ForecastRequest,
-    forecast,
-    forecast_job,
-    given_power,
-    parse_node_counts,
-    tuned_basis,
-)
+from csdctl.workflows.forecast import forecast as forecasting
+from csdctl.workflows.forecast.forecast import ForecastRequest, forecast, given_power, parse_node_counts
 from csdctl.workflows.train.plan import build_fingerprint
 from tests.unit.perfmodel import published
-from tests.unit.workflows.measured_project import (
-    OVERHEAD_FACTOR,
-    SUMS,
-    MeasuredProject,
-    facts_of,
-    make_project,
-    remember_probes,
-    remember_sums,
-    trial_step_s,
-)
+from tests.unit.workflows import measured_project
+from tests.unit.workflows.measured_project import OVERHEAD_FACTOR, SUMS, MeasuredProject, facts_of
 
 
 def test_range_for_an_emulated_fleet_is_of_the_measured_number_of_nodes_alone() -> None:
@@ -66,7 +49,19 @@ class TestParsing:
 
     @pytest.mark.parametrize(
         "written",
-        ["", "x", "-1", "3..1", " 1 .. 2", "1...3", "1,,2", "1.5", f"{MAX_NODES + 1}", "9" * 5000, "٣"],
+        [
+            "",
+            "x",
+            "-1",
+            "3..1",
+            " 1 .. 2",
+            "1...3",
+            "1,,2",
+            "1.5",
+            f"{forecasting.MAX_NODES + 1}",
+            "9" * 5000,
+            "٣",
+        ],
     )
     def test_malformed_numbers_of_nodes_are_rejected(self, written: str) -> None:
         with pytest.raises(InputError, match="invalid .*nodes") as raised:
@@ -84,21 +79,21 @@ class TestParsing:
                 given_power(*powers)
 
 
-def basis_of(at: MeasuredProject) -> ForecastBasis:
+def basis_of(at: MeasuredProject) -> forecasting.ForecastBasis:
     def say(line: str) -> None:
         pytest.fail(f"nothing should be built, but: {line}")
 
-    return tuned_basis(at.job, at.project, at.fleet, ForecastRequest(), say)
+    return forecasting.tuned_basis(at.job, at.project, at.fleet, ForecastRequest(), say)
 
 
-def ask(at: MeasuredProject, **request: Any) -> Forecast:
+def ask(at: MeasuredProject, **request: Any) -> forecasting.Forecast:
     return forecast(basis_of(at), ForecastRequest(**request))
 
 
 def plan_of(at: MeasuredProject, sizes: tuple[int, ...] = (100, 10, 12), **changes: Any) -> Plan:
     """A plan as `tune` writes it: with other batch sizes than the best ones, to distinguish them."""
     names = [HOST_NAME, *(node.name for node in at.fleet.nodes)]
-    step_s = trial_step_s(sizes, at.features.vector_bytes)
+    step_s = measured_project.trial_step_s(sizes, at.features.vector_bytes)
     plan = Plan(
         job=at.job.name,
         job_fingerprint=at.job.fingerprint(),
@@ -148,9 +143,9 @@ class TestFromMeasurementsAlone:
         assert ask(measured, num_samples=10, epochs=1).num_samples == 10
 
     def test_no_node_with_private_data_is_left_out(self, tmp_path: Path) -> None:
-        private = make_project(tmp_path, is_private=True)
-        remember_probes(private)
-        remember_sums(private)
+        private = measured_project.make_project(tmp_path, is_private=True)
+        measured_project.remember_probes(private)
+        measured_project.remember_sums(private)
         answer = ask(private, node_counts=[2, 12])
         assert [point.num_left_out for point in answer.points] == [0, 0]
         assert answer.num_samples == 3 * 180_000
@@ -233,7 +228,7 @@ def test_constant_power_of_the_fleet_file_is_used_unless_the_request_has_another
     fleet, path = load_fleet(measured.fleet.path), measured.project.root
     for given, expected in ((None, 110), (Power(500, 12), 524)):
         request = ForecastRequest([2], power=given)
-        answer = forecast_job(measured.job.path, fleet, path, request, print)
+        answer = forecasting.forecast_job(measured.job.path, fleet, path, request, print)
         assert answer.points[0].power_w == expected
 
 

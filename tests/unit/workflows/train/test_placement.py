@@ -47,7 +47,17 @@ def test_private_samples_stay_and_the_host_reads_its_part_and_a_node_the_files_c
     assert [shard.num_samples for shard in placed] == [40, 40, 40]
     with pytest.raises(InputError, match="the plan needs csd1, not among the selected nodes"):
         place_plan(PLAN.ranks, PREPARED, job, replace(FLEET, nodes=FLEET.nodes[:1]))
-    host, csd0, csd1 = build_rank_specs(PLAN.ranks, placed, PREPARED, {"csd1": (FILE, FILE)}, job)
+    settings = {
+        "threads": 8,
+        "inter_threads": 2,
+        "onednn": False,
+        "max_batch_size": 16,
+        "micro_batch_size": 4,
+    }
+    ranks = [replace(PLAN.ranks[0], **settings), *PLAN.ranks[1:]]
+    host, csd0, csd1 = build_rank_specs(ranks, placed, PREPARED, {"csd1": (FILE, FILE)}, job)
+    assert (host.runtime, host.max_batch_size, host.micro_batch_size) == (Runtime(8, 2, False), 16, 4)
+    assert csd0.runtime == Runtime(4)
     assert host.public == DatasetSlice("data/public/images.npy", "data/public/labels.npy", 0, 40, 7, **HASHES)
     assert csd0.public is None
     assert csd0.private == DatasetSlice("data/private/images.npy", "data/private/labels.npy", **HASHES)
@@ -68,27 +78,6 @@ def test_rank_of_a_node_has_the_rank_of_its_server(job: Job) -> None:
     assert [rank.server for rank in with_servers(specs, RACK)] == [0, 0, 2, 2]
     with pytest.raises(InputError, match="the plan has no rank on b, through which its nodes are reached"):
         with_servers((specs[0], specs[3]), RACK)
-
-
-def test_ranks_compute_with_the_settings_that_the_plan_has_for_their_machine(job: Job) -> None:
-    ranks = [
-        RankPlan(node=HOST_NAME, batch_size=30, threads=8, inter_threads=2, micro_batch_size=10),
-        RankPlan(node="csd0", batch_size=10, threads=4, onednn=False, max_batch_size=16),
-        RankPlan(node="csd1", batch_size=8, threads=2, max_batch_size=8, micro_batch_size=4),
-    ]
-    plan = PLAN.model_copy(update={"ranks": ranks})
-    placed = place_plan(plan.ranks, PREPARED, job, FLEET)
-    specs = build_rank_specs(plan.ranks, placed, PREPARED, {"csd1": (FILE, FILE)}, job)
-    assert [spec.runtime for spec in specs] == [
-        Runtime(8, 2, True),
-        Runtime(4, 1, False),
-        Runtime(2, 1, True),
-    ]
-    assert [(spec.batch_size, spec.max_batch_size, spec.micro_batch_size) for spec in specs] == [
-        (30, None, 10),
-        (10, 16, None),
-        (8, 8, 4),
-    ]
 
 
 @pytest.mark.parametrize("is_weighted", [False, True])

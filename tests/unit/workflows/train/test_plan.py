@@ -10,13 +10,8 @@ from csdctl.fleet.facts import Facts, facts_path, save_facts
 from csdctl.fleet.model import HOST_NAME, Fleet, Host, Node
 from csdctl.job.model import Job, load_job
 from csdctl.tuning.plan import STRATEGIES, Plan, RankPlan, StrategyPlan, load_plan, save_plan
-from csdctl.workflows.train.plan import (
-    build_equal_plan,
-    build_fingerprint,
-    check_plan,
-    default_runtime,
-    load_fitting_plan,
-)
+from csdctl.workflows.train import plan as plans
+from csdctl.workflows.train.plan import build_equal_plan, check_plan, default_runtime, load_fitting_plan
 from csdctl.workflows.train.request import TrainOptions, TrainRequest
 from csdctl.workflows.train.train import check_files
 
@@ -107,7 +102,7 @@ def plan(job: Job, tmp_path: Path) -> Plan:
     """A plan as loaded from its file."""
     ranks = [RankPlan(node=name, batch_size=8, threads=4) for name in FACTS]
     made = Plan(job="job", job_fingerprint=job.fingerprint(), method="fit", ranks=ranks)
-    made_for = build_fingerprint(made, job, FACTS)
+    made_for = plans.build_fingerprint(made, job, FACTS)
     save_plan(tmp_path / "plan.yaml", made.model_copy(update={"made_for": made_for}))
     return load_plan(tmp_path / "plan.yaml")
 

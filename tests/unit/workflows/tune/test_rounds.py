@@ -25,20 +25,8 @@ from csdctl.workflows.tune import tune as tune_module
 from csdctl.workflows.tune.rounds import MAX_OOM_RETRIES, SUM_BYTES, FitTuner, FleetMeasurer
 from csdctl.workflows.workspace.event_stream import EventStream, Message
 from tests.fake_session import FakeSession
-from tests.unit.workflows.measured_project import (
-    OVERHEAD_FACTOR,
-    PUBLIC,
-    STEPS,
-    SUMS,
-    MeasuredProject,
-    make_project,
-    measurements_of,
-    prepared,
-    remember_probes,
-    remember_trial,
-    run_context,
-    workspace,
-)
+from tests.unit.workflows import measured_project
+from tests.unit.workflows.measured_project import PUBLIC, STEPS, SUMS, MeasuredProject, run_context, workspace
 
 MIB = 1 << 20
 
@@ -84,7 +72,7 @@ class MeasuredFleet:
     """A host and a node with 1200 MiB, of which a rank may take 1080, that are measured by scripted runs."""
 
     def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        at = make_project(directory, num_nodes=1)
+        at = measured_project.make_project(directory, num_nodes=1)
         sessions = {name: FakeSession(name) for name in at.fleet.machines}
         self.scripted = type("Scripted", (ScriptedRun,), {})
         self.scripted.runs, self.scripted.killed = [], ("", 0)
@@ -212,7 +200,7 @@ def tune(at: MeasuredProject, measurer: ScriptedMeasurer, messages: list[str] | 
         if messages is not None and isinstance(event, Message):
             messages.append(event.text)
 
-    measurements = measurements_of(at)
+    measurements = measured_project.measurements_of(at)
     context = replace(run_context(at, workspace(at, {})), events=EventStream((take,)))
     tuner = FitTuner(context, measurer, measurements, LIMITS)
     return tuner.tune(measurements.recall_fleet())
@@ -294,8 +282,8 @@ def test_nodes_with_private_data_are_in_every_plan_and_public_data_limit_the_hos
 
     monkeypatch.setattr(tune_module, "FleetMeasurer", lambda *_, **__: nullcontext(SimpleNamespace()))
     monkeypatch.setattr(tune_module, "FitTuner", Search)
-    at = make_project(tmp_path, num_nodes=3)
-    data = prepared(at)
+    at = measured_project.make_project(tmp_path, num_nodes=3)
+    data = measured_project.prepared(at)
     data.num_private = {"csd1": 3 * PUBLIC.num_samples}
     space = workspace(at, {name: FakeSession(name) for name in at.fleet.machines})
     with pytest.raises(TuningError, match=r"\['csd1', 'host'\] {'csd1': 0.75}"):
@@ -303,8 +291,8 @@ def test_nodes_with_private_data_are_in_every_plan_and_public_data_limit_the_hos
 
 
 def test_host_that_did_not_train_takes_part_in_the_sum_of_the_newest_trial(at: MeasuredProject) -> None:
-    remember_probes(at)
-    remember_trial(at, (0, 16, 16))
-    measurements = measurements_of(at, is_host_training=False)
+    measured_project.remember_probes(at)
+    measured_project.remember_trial(at, (0, 16, 16))
+    measurements = measured_project.measurements_of(at, is_host_training=False)
     model = replace(measurements.recall_fleet(), collective_cost=SUMS)
-    assert measurements.recall_overhead(model) == pytest.approx(OVERHEAD_FACTOR)
+    assert measurements.recall_overhead(model) == pytest.approx(measured_project.OVERHEAD_FACTOR)

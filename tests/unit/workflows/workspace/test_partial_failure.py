@@ -4,22 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from csdctl.errors import (
-    CsdctlError,
-    DeadlineError,
-    ExitCode,
-    HostKeyError,
-    InputError,
-    JumpHostError,
-    RemoteCommandError,
-    UnreachableError,
-)
+from csdctl import errors
+from csdctl.errors import CsdctlError, DeadlineError, ExitCode, HostKeyError, InputError, JumpHostError
 from csdctl.runs.directory import ProjectDirectory
 from csdctl.workflows.workspace.workspace import choose_fleet, conclude, load_failed
 
 MACHINES = ["host", "csd0", "csd1"]
-DOWN = UnreachableError("does not answer", remedy="check it")
-NO_PYTHON, LATE = RemoteCommandError("no python3"), DeadlineError("did not finish")
+DOWN = errors.UnreachableError("does not answer", remedy="check it")
+NO_PYTHON, LATE = errors.RemoteCommandError("no python3"), DeadlineError("did not finish")
 FLEET = "nodes: [{name: 'csd[0-3]', address: '10.0.0.[1-4]'}]"
 
 
