@@ -7,7 +7,6 @@ import pwd
 import shlex
 import socket
 import subprocess
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -28,7 +27,7 @@ from csdctl.fleet.model import (
     select_names,
     select_nodes,
 )
-from csdctl.fleet.names import NAME, USER, format_node_names
+from csdctl.fleet.names import NAME, USER, format_node_names, names_by_value
 from csdctl.fleet.requirements import explain_extra, find_program
 from csdctl.notify import shorten
 from csdctl.transport.many import fleet_known_hosts_paths, run_on_all, values_or_raise
@@ -110,71 +109,68 @@ def _run(
 
 def resolve_targets(targets: Sequence[openssh.Target], warnings: Mapping[str, list[str]]) -> ListedNodes:
     """Return the nodes of `targets`, and notes on what csdctl ignores. Raises InputError."""
-    resolver = _Resolver()
-    resolver.notes.update(warnings)
+    query = cache(_query)
+    resolvers = {target.name: _Resolver(target.name, query) for target in targets}
     outcomes = run_on_all(
-        {target.name: target for target in targets}, resolver.resolve, max_workers=os.cpu_count() or 1
+        {target.name: target for target in targets},
+        lambda target: resolvers[target.name].resolve(target, MAX_HOPS),
+        max_workers=os.cpu_count() or 1,
     )
     nodes = tuple(values_or_raise(outcomes, "reading the nodes").values())
+    notes = [(name, note) for name, resolver in resolvers.items() for note in dict.fromkeys(resolver.notes)]
     jumps = {(jump.address, jump.port) for node in nodes for jump in node.jumps}
-    for name in (node.name for node in nodes if (node.address, node.port) in jumps):
-        note = "jump host of others; it becomes a node that trains, unless --exclude leaves it out"
-        resolver.notes[note].append(name)
-    order = {target.name: number for number, target in enumerate(targets)}
-    lines = []
-    for note, names in resolver.notes.items():
-        ordered = sorted(set(names), key=lambda name: order.get(name, 0))
-        lines.append(f"{format_node_names(ordered)}: {note}" if names else note)
-    return nodes, tuple(lines)
+    of_jump = "jump host of others; it becomes a node that trains, unless --exclude leaves it out"
+    notes += [(node.name, of_jump) for node in nodes if (node.address, node.port) in jumps]
+    lines = {**warnings, **names_by_value(notes)}
+    return nodes, tuple(
+        f"{format_node_names(names)}: {note}" if names else note for note, names in lines.items()
+    )
 
 
 class _Resolver:
-    """Resolves targets and their jump hosts with `ssh -G`."""
+    """Resolves a target and its jump hosts with `ssh -G`."""
 
-    def __init__(self) -> None:
-        self.notes: defaultdict[str, list[str]] = defaultdict(list)
-        self._query = cache(_query)
-        self._defaults = self._query("localhost", ("-F", "none", "localhost"))
+    def __init__(self, name: str, query: Callable[[str, tuple[str, ...]], openssh.SshSettings]) -> None:
+        self.notes: list[str] = []
+        self._name = name
+        self._query = query
+        self._defaults = query("localhost", ("-F", "none", "localhost"))
 
-    def resolve(self, target: openssh.Target) -> Node:
-        """Return the node for `target`. Raises InputError for unsupported settings."""
-        return self._resolve(target, MAX_HOPS, name=target.name)
-
-    def _resolve(self, target: openssh.Target, hops_left: int, name: str, before: Node | None = None) -> Node:
+    def resolve(self, target: openssh.Target, hops_left: int, before: Node | None = None) -> Node:
+        """Return the node for `target`, behind `before`. Raises InputError for unsupported settings."""
         if not hops_left:
-            raise InputError(f"{name}: more than {MAX_HOPS} jump hosts, or a cycle of jumps")
-        settings = self._query(name, target.words)
+            raise InputError(f"{self._name}: more than {MAX_HOPS} jump hosts, or a cycle of jumps")
+        settings = self._query(self._name, target.words)
         if not target.name:
             target = replace(target, name=name_hop(settings.get("host", settings["hostname"])[0]))
         keys = openssh.list_keys(settings, self._defaults, Path.home())
-        for note in openssh.list_notes(settings, self._defaults, keys):
-            where = "" if target.name == name else f"jump host {target.name}: "
-            self.notes[where + note].append(name)
-        jump = before or self._resolve_jump(target, settings, hops_left - 1, name)
+        where = "" if target.name == self._name else f"jump host {target.name}: "
+        self.notes += [where + note for note in openssh.list_notes(settings, self._defaults, keys)]
+        jump = before or self._resolve_jump(target, settings, hops_left - 1)
         return openssh.build_node(target, settings, keys, jump)
 
     def _resolve_jump(
-        self, target: openssh.Target, settings: openssh.SshSettings, hops_left: int, name: str
+        self, target: openssh.Target, settings: openssh.SshSettings, hops_left: int
     ) -> Node | None:
         command = settings.get("proxycommand", ["none"])[0]
         if command not in ("", "none"):
             words = openssh.parse_proxy_command(command)
             if words is None:
                 remedy = "write it as ProxyJump, or skip the node with --exclude"
-                raise InputError(f"{name}: ProxyCommand {command!r} is not supported", remedy=remedy)
-            return self._resolve(openssh.Target("", words), hops_left, name)
+                raise InputError(f"{self._name}: ProxyCommand {command!r} is not supported", remedy=remedy)
+            return self.resolve(openssh.Target("", words), hops_left)
         text = settings.get("proxyjump", ["none"])[0]
         try:
             last_hop = parse_jump(text)
         except ValueError as error:
-            raise InputError(f"{name}: ProxyJump {text!r}: {error}") from None
+            raise InputError(f"{self._name}: ProxyJump {text!r}: {error}") from None
         # OpenSSH passes only the configuration file on to a jump host.
         config = next((words for words in pairwise(target.words) if words[0] == "-F"), ())
         before: Node | None = None
         for hop in reversed([last_hop, *last_hop.jumps] if last_hop else []):
             port, user = ("-p", str(hop.port)) if hop.port else (), ("-l", hop.user) if hop.user else ()
             hop_target = openssh.Target(hop.name, (*config, *port, *user, "--", hop.address))
-            before = self._resolve(hop_target, hops_left, name, before)
+            before = self.resolve(hop_target, hops_left, before)
         return before
 
 
