@@ -9,8 +9,8 @@ import math
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TypeVar
+from dataclasses import replace
+from typing import Any, NamedTuple, TypeVar
 
 from pydantic import ValidationError
 
@@ -150,8 +150,7 @@ done"""
 _COUNTS = re.compile(r"\s(\d+)\s+\d+\s+(\d+)\s+(?:\d+%|-)\s")
 
 
-@dataclass(frozen=True)
-class Fact:
+class Fact(NamedTuple):
     """`script` runs in a subshell with $1 as the machine's Python. `parse` raises ValueError.
 
     $place is an existing directory on the file system that csdctl writes to, or the home.
@@ -162,17 +161,6 @@ class Fact:
     parse: Callable[[str], FactValues]
 
 
-def text_fact(name: str, script: str) -> Fact:
-    """Return the fact whose output is the value of the field `name`."""
-
-    def parse(output: str) -> FactValues:
-        if not output.strip():
-            raise ValueError("no output")
-        return {name: output.removesuffix("\n")}
-
-    return Fact(name, script, parse)
-
-
 def build_command(facts: Sequence[Fact], python: str, place: str = ".") -> list[str]:
     """Build one command that finds all `facts`, even if some of them fail."""
     scripts = [f"echo '{_MARKER}{fact.name}'\n(\n{fact.script}\n) 2>/dev/null </dev/null" for fact in facts]
@@ -180,14 +168,14 @@ def build_command(facts: Sequence[Fact], python: str, place: str = ".") -> list[
     return ["sh", "-c", script, "csdctl-facts", python, place]
 
 
-def parse_outputs(facts: Sequence[Fact], output: str, machine: str) -> tuple[dict[str, object], list[str]]:
+def _parse_outputs(facts: Sequence[Fact], output: str, machine: str) -> tuple[dict[str, Any], list[str]]:
     """Return all values, and a note for each unusable output. Raises RemoteCommandError without marker."""
     parts = re.split(rf"^{_MARKER}(.*)\n", output, flags=re.MULTILINE)
     texts = dict(zip(parts[1::2], parts[2::2], strict=True))
     if not texts:
         problem = f"probing printed {output[:80]!r} instead of facts"
         raise RemoteCommandError(problem, node=machine, remedy="run `sh` there manually")
-    values: dict[str, object] = {}
+    values: dict[str, Any] = {}
     notes: list[str] = []
     for fact in facts:
         try:
@@ -196,6 +184,13 @@ def parse_outputs(facts: Sequence[Fact], output: str, machine: str) -> tuple[dic
             invalid = list_invalid(error).values() if isinstance(error, ValidationError) else [str(error)]
             notes.append(shorten(f"{fact.name} unknown: {'; '.join(invalid)}", MAX_NOTE))
     return values, notes
+
+
+def _require(output: str) -> str:
+    """Return `output` without the end of its line. Raises ValueError for none."""
+    if not output.strip():
+        raise ValueError("no output")
+    return output.removesuffix("\n")
 
 
 def parse_cpuinfo(output: str) -> FactValues:
@@ -225,16 +220,14 @@ def parse_meminfo(output: str) -> FactValues:
 
 def parse_disk_free(output: str) -> FactValues:
     """Parse `df -Pk` of one directory."""
-    match = re.search(r"\s\d+\s+\d+\s+(\d+)\s+(?:\d+%|-)\s", output)
-    if not match:
+    if not (match := _COUNTS.search(output)):
         raise ValueError(f"`df -Pk` printed {output.strip()[-MAX_SHOWN:]!r}")
-    return {"disk_free_bytes": int(match[1]) * 1024}
+    return {"disk_free_bytes": int(match[2]) * 1024}
 
 
 def parse_limits(output: str) -> FactValues:
     """Return the tightest limits of control groups, CPU affinity and the environment."""
-    if not output.strip():
-        raise ValueError("no output")
+    _require(output)
     cpus: list[float] = []
     sizes: list[float] = []
     quota_us = 0
@@ -257,11 +250,8 @@ def parse_limits(output: str) -> FactValues:
             case "memory.max" | "memory.limit_in_bytes", [limit] if limit != "max":
                 sizes.append(int(limit))
     # cgroup v1 represents "no limit" as a number near 2⁶³.
-    memory_bytes = min((size for size in sizes if size < 1 << 60), default=None)
-    return {
-        "cpu_limit": float(min(cpus)) if cpus else None,
-        "memory_limit_bytes": None if memory_bytes is None else int(memory_bytes),
-    }
+    limits = [int(size) for size in sizes if size < 1 << 60]
+    return {"cpu_limit": float(min(cpus)) if cpus else None, "memory_limit_bytes": min(limits, default=None)}
 
 
 def _positive(text: str, name: str) -> float:
@@ -275,9 +265,7 @@ def _positive(text: str, name: str) -> float:
 
 
 def _share(quota: str | int, period: str) -> float:
-    if int(period) < 1:
-        raise ValueError(f"the period of its CPU quota is {period[:MAX_SHOWN]}, expected a positive number")
-    return int(quota) / int(period)
+    return int(quota) / _positive(period, "the period of its CPU quota")
 
 
 def parse_nvme(output: str) -> FactValues:
@@ -354,7 +342,11 @@ def _package_notes(packages: dict[str, str | None]) -> tuple[str, ...]:
 
 MACHINE_FACTS = (
     # A 64-bit kernel may have a 32-bit system, for which there are no wheels.
-    text_fact("architecture", '[ "$(getconf LONG_BIT)" = 32 ] && linux32 uname -m || uname -m'),
+    Fact(
+        "architecture",
+        '[ "$(getconf LONG_BIT)" = 32 ] && linux32 uname -m || uname -m',
+        lambda text: {"architecture": _require(text)},
+    ),
     Fact("CPU", "cat /proc/cpuinfo; lscpu", parse_cpuinfo),
     Fact("memory", "cat /proc/meminfo", parse_meminfo),
     Fact("limits", _LIMITS_SCRIPT, parse_limits),
@@ -367,15 +359,14 @@ MACHINE_FACTS = (
     Fact("GPU", _GPU_SCRIPT, parse_gpu),
     Fact("environment", _ENVIRONMENT_SCRIPT, lambda text: {"dropped": tuple(text.split())}),
     Fact("file system", 'stat -f -c %T "$place"', lambda text: {"file_system": text.strip() or None}),
-    text_fact("home", 'printf "%s\\n" "$HOME"'),
+    Fact("home", 'printf "%s\\n" "$HOME"', lambda text: {"home": _require(text)}),
 )
 
 
 FactsT = TypeVar("FactsT", bound=Facts)
 
 
-@dataclass(frozen=True)
-class ClockTrip:
+class ClockTrip(NamedTuple):
     """One clock request: local send time, round trip time, and response."""
 
     sent_s: float
@@ -404,16 +395,15 @@ def parse_facts(
     name: str, output: str, trips: Sequence[ClockTrip], facts: Sequence[Fact], kind: type[FactsT]
 ) -> FactsT:
     """Return what `kind` allows of the output of `facts`, with notes on what is unknown or ignored. Pure."""
-    values, notes = parse_outputs(facts, output, name)
-    notes += values.pop("notes", ())  # type: ignore[arg-type]
+    values, notes = _parse_outputs(facts, output, name)
+    notes += values.pop("notes", ())
     if values.get("file_system") in NETWORK_FILE_SYSTEMS:
         place = f"the directory of prepared data is on {values['file_system']}, which other machines may read"
         notes.append(f"{place}: `state` in fleet.yaml names another one")
     if dropped := values.get("dropped"):
-        names = ", ".join(dropped[:10])  # type: ignore[index]
+        names = ", ".join(dropped[:10])
         notes.append(f"variables that training does not get, unless `env` in fleet.yaml names them: {names}")
-    cores, limit = values.get("num_cores"), values.get("cpu_limit")
-    if isinstance(cores, int) and isinstance(limit, float) and limit >= cores:
+    if (values.get("cpu_limit") or 0.0) >= values.get("num_cores", math.inf):
         values["cpu_limit"] = None  # no effective limit
     quickest = min(trips, key=lambda trip: trip.round_trip_s)
     values["round_trip_s"] = quickest.round_trip_s
@@ -424,11 +414,11 @@ def parse_facts(
     except ValueError as error:
         notes.append(f"clock unknown: {error}")
     try:
-        accepted = kind(name, **values)  # type: ignore[arg-type]
+        accepted = kind(name, **values)
     except ValidationError as error:
         invalid = list_invalid(error)
         notes += [f"ignored: {reason}" for reason in invalid.values()]
-        accepted = kind(name, **{key: value for key, value in values.items() if key not in invalid})  # type: ignore[arg-type]
+        accepted = kind(name, **{key: value for key, value in values.items() if key not in invalid})
     return replace(accepted, notes=tuple(notes))
 
 
@@ -471,7 +461,7 @@ def parse_places(output: str) -> FactValues:
 
 def _parse_space(text: str) -> DirectorySpace:
     path, *lines = text.splitlines()
-    values = dict(line.partition(" ")[::2] for line in lines if " " in line)
+    values = dict(line.partition(" ")[::2] for line in lines)
     space, inodes = (_COUNTS.search(values.get(key, "")) for key in ("space", "inodes"))
     return DirectorySpace(
         path,

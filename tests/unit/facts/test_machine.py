@@ -216,7 +216,7 @@ def test_wrong_python_is_noted_and_other_facts_are_kept(tmp_path: Path, python: 
         ("memory", f"MemTotal: {'9' * 4299} kB", "memory_bytes", "a huge number"),
         ("CPU", "processor : 0\n" * 70_000, "num_cores", "num cores is 70000"),
         ("CPU", f"processor : 0\nmodel name : {'A' * 900_000}", "cpu_model", "(900,002 characters)"),
-        ("limits", "cpu.max 100000 0", "cpu_limit", "limits unknown: the period of its CPU quota is 0"),
+        ("limits", "cpu.max 100000 0", "cpu_limit", "limits unknown: the period of its CPU quota is '0'"),
         ("limits", "cpus_allowed 9-0", "cpu_limit", "cpu limit is -8.0"),
         ("disk", f"x 1 0 {'9' * 900} 0% /", "disk_free_bytes", "(904 characters)"),
         ("Python", "[" * 900_000, "python_version", "Python unknown: it does not run ([[["),
