@@ -145,7 +145,7 @@ def doctor(
 ) -> None:
     """Check that the machines can train together, and report how to fix what fails."""
     from csdctl.terminal.fleet import ExaminationView, doctor_document
-    from csdctl.workflows.doctor.doctor import check_fitness, examine_fleet
+    from csdctl.workflows.preflight.examination import check_fitness, examine_fleet
     from csdctl.workflows.workspace.workspace import record_failed
 
     streams = call.streams

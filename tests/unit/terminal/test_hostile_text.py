@@ -32,6 +32,7 @@ from csdctl.terminal.train import TrainingScreen
 from csdctl.terminal.tune import render_plan, show_forecast, show_verified
 from csdctl.transport.many import Outcome
 from csdctl.transport.meter import TrafficClass
+from csdctl.transport.session import Deadline
 from csdctl.tuning.measurements import ProbeOutcome
 from csdctl.tuning.plan import Plan, RankPlan, StrategyPlan
 from csdctl.worker.protocol.datasets import PrepareProgress
@@ -83,7 +84,7 @@ def show_training(console: PrintableConsole) -> None:
 
 
 def show_examination(console: PrintableConsole) -> None:
-    examination = Examination(FLEET, lambda check: None)
+    examination = Examination(FLEET, Deadline(60.0))
     with ExaminationView(console, FLEET, is_verbose=True) as view:
         for status in Status:
             view.show(Check(HOSTILE, HOSTILE, status, HOSTILE, HOSTILE, HOSTILE))

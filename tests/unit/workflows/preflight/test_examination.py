@@ -5,15 +5,15 @@ import pytest
 from csdctl.errors import ExitCode
 from csdctl.fleet.checks import FLEET_NAME, Check, Status
 from csdctl.fleet.model import Fleet, Node
-from csdctl.workflows.doctor.doctor import check_fitness
-from csdctl.workflows.preflight.examination import Examination
+from csdctl.transport.session import Deadline
+from csdctl.workflows.preflight.examination import Examination, check_fitness
 
 FLEET = Fleet((Node("csd0", "10.1.1.2"), Node("csd1", "10.1.1.3")), network="10.1.1.0/24")
 
 
 def exit_code(*red: tuple[str, str], overdue: str = "") -> int:
     """Return the exit code of `csdctl doctor` when these checks of machines are red."""
-    examination = Examination(FLEET, overdue=overdue)
+    examination = Examination(FLEET, Deadline(60.0), overdue=overdue)
     examination.add(Check("csd0", "clock", Status.WARN, "+3 s off"))
     for machine, name in red:
         examination.add(Check(machine, name, Status.FAIL, "bad"))

@@ -1,1 +1,0 @@
-"""`doctor`: check whether a fleet is fit to train."""
