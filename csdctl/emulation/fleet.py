@@ -112,6 +112,7 @@ class FleetPaths:
         self.key = self.directory / "id_ed25519"
         self.default_fleet = self.directory / "fleet.yaml"
         self.short_tmp = self.directory / "tmp"
+        """A link to a short path, with the nodes' TMPDIRs."""
         self.short_tmp_prefix = f"csd-{self.fleet_id[:8]}-"
         """The name of that directory begins with this; the rest is random, so that nobody can take it."""
         self.known_hosts = self.directory / "known_hosts"
@@ -126,22 +127,9 @@ class FleetPaths:
         """Whether the directory has files, and was not created for an emulated fleet."""
         return self.directory.exists() and not self.is_ours and any(self.directory.iterdir())
 
-    def node(self, name: str) -> "NodePaths":
-        """Return the files of one node."""
-        return NodePaths(self.directory / "nodes" / name)
-
-
-class NodePaths:
-    """The path of every file of one node."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self.home = directory / "home"
-        self.private = self.home / "private"
-        self.tmp = directory / "tmp"
-        self.host_key = directory / "host_key"
-        self.public_host_key = directory / "host_key.pub"
-        self.log = directory / "server.log"
+    def node(self, name: str) -> Path:
+        """Return the directory of one node, with `home`, `host_key`, `host_key.pub` and `server.log`."""
+        return self.directory / "nodes" / name
 
 
 @dataclass(frozen=True)
@@ -330,11 +318,11 @@ def _start(paths: FleetPaths, state: FleetState) -> Path:
     save_state(paths, state)
     nodes = _launch(paths, timeout_s=30 + 2 * len(state.spec.cpu))
     for name in {*state.spec.node_names} - {node.name for node in nodes}:
-        log = paths.node(name).log
+        log = paths.node(name) / "server.log"
         lines = log.read_text(errors="replace").splitlines() if log.exists() else []
         raise CsdctlError(f"its server did not start: {lines[-1] if lines else 'no message'}", node=name)
     state = replace(state, nodes=nodes)
-    keys = {node.port: paths.node(node.name).public_host_key.read_text() for node in nodes}
+    keys = {node.port: (paths.node(node.name) / "host_key.pub").read_text() for node in nodes}
     save_text(paths.known_hosts, "".join(f"[127.0.0.1]:{port} {key.strip()}\n" for port, key in keys.items()))
     save_fleet_file(paths, state, sys.executable)
     save_state(paths, state)
@@ -356,11 +344,9 @@ def _create_nodes(paths: FleetPaths, state: FleetState) -> None:
     short = Path(tempfile.mkdtemp(prefix=paths.short_tmp_prefix))
     paths.short_tmp.symlink_to(short)
     for name in state.spec.node_names:
-        node = paths.node(name)
-        make_directory(node.private)
-        create_key(node.host_key)
+        make_directory(paths.node(name) / "home" / "private")
+        create_key(paths.node(name) / "host_key")
         (short / name).mkdir(mode=0o700)
-        node.tmp.symlink_to(short / name)
 
 
 def _launch(paths: FleetPaths, timeout_s: float) -> tuple[NodeState, ...]:
@@ -416,8 +402,7 @@ def _stop(paths: FleetPaths, state: FleetState | None) -> int:
         return remove_fleet(paths)
     num_processes = _end_processes(paths)
     _remove_short_tmp(paths)
-    for link in (paths.short_tmp, *(paths.node(name).tmp for name in state.spec.node_names)):
-        link.unlink(missing_ok=True)
+    paths.short_tmp.unlink(missing_ok=True)
     save_state(paths, replace(state, nodes=(), owner=None))
     return num_processes
 

@@ -152,8 +152,8 @@ async def serve_node(paths: FleetPaths, state: FleetState, name: str, report: in
         loop.add_signal_handler(number, stopping.set)
     cpu = state.spec.cpu[state.spec.node_names.index(name)]
     environment = {  # without the user's own variables
-        "HOME": str(node.home),
-        "TMPDIR": str(node.tmp.resolve()),  # its short path
+        "HOME": str(node / "home"),
+        "TMPDIR": str((paths.short_tmp / name).resolve()),
         "PATH": PATH,
         "USER": USER,
         "LOGNAME": USER,
@@ -166,12 +166,12 @@ async def serve_node(paths: FleetPaths, state: FleetState, name: str, report: in
     }
     limit = limits.open_cpu_limit(state.cpu_mechanism, state.fleet_id, name, cpu)
     try:
-        commands = Commands(limit, environment, node.home)
+        commands = Commands(limit, environment, node / "home")
         acceptor = await asyncssh.listen(
             "127.0.0.1",
             0,
             authorized_client_keys=f"{paths.key}.pub",
-            server_host_keys=[asyncssh.import_private_key(node.host_key.read_bytes())],
+            server_host_keys=[asyncssh.import_private_key((node / "host_key").read_bytes())],
             process_factory=commands.run,
             sftp_factory=True,
             password_auth=False,
@@ -236,7 +236,7 @@ def _fork(log_path: Path, name: str, run: Callable[[], None]) -> None:
 
 
 def _become_node(paths: FleetPaths, state: FleetState, name: str, report: int) -> None:
-    os.chdir(paths.node(name).home)  # relative SFTP paths start here
+    os.chdir(paths.node(name) / "home")  # relative SFTP paths start here
     LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     asyncio.run(serve_node(paths, state, name, report))
 
@@ -253,7 +253,9 @@ def main(directory: str) -> int:
         _fork(paths.directory / "owner.log", "owner", watch)
     report = os.dup(1)  # in the servers, 1 becomes their log
     for name in state.spec.node_names:
-        _fork(paths.node(name).log, name, functools.partial(_become_node, paths, state, name, report))
+        _fork(
+            paths.node(name) / "server.log", name, functools.partial(_become_node, paths, state, name, report)
+        )
     return 0
 
 

@@ -19,7 +19,7 @@ from csdctl.documents import STRICT, load_document
 from csdctl.errors import InputError
 from csdctl.fleet.model import HOST_NAME, MAX_HOPS, SERVER_MARK, Fleet, Node, Server
 from csdctl.fleet.names import MAX_RANGE, count_range, expand_range, fold_rows, format_node_names
-from csdctl.fleet.network import means_host, own_names
+from csdctl.fleet.network import is_this_machine
 
 TRAINING_KEYS = ("python", "group", "power", "device", "env", "state")
 """Keys of a node that a jump host does not have."""
@@ -120,9 +120,8 @@ def _load_servers(path: Path, file: FleetFile) -> Fleet:
     A host that does not train may be another machine. Raises InputError when none or several servers have an
     address of this machine, or two machines have one name.
     """
-    names_here = own_names()
     servers = _expand(file.servers, path.parent)
-    here = [server for server in servers if means_host(server.address, names_here)]
+    here = [server for server in servers if is_this_machine(server.address)]
     if len(here) > 1 or (not here and file.host.trains):
         matches = format_node_names(server.name for server in here) or "none of them"
         raise InputError(

@@ -3,7 +3,7 @@
 import ipaddress
 import re
 import socket
-from collections.abc import Container, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
 from csdctl.fleet.model import HOST_NAME
@@ -45,23 +45,12 @@ def has_no_interface(network: str, addresses: Iterable[str]) -> bool:
     return all(ipaddress.ip_address(address).is_loopback for address in addresses)
 
 
-def own_names() -> frozenset[str]:
-    """Return the names, up to the first dot, and IPv4 addresses by which this host knows itself."""
+def is_this_machine(name: str) -> bool:
+    """Return whether `name` is one of this machine's, in any case and domain, or an IPv4 address of it."""
     try:
         addresses = parse_local_addresses(Path("/proc/net/fib_trie").read_text(encoding="ascii"))
     except OSError:  # a kernel without IPv4
         addresses = []
-    return frozenset({HOST_NAME, "localhost", _label(socket.gethostname()).lower(), *addresses})
-
-
-def means_host(name: str, host_names: Container[str]) -> bool:
-    """Return whether `name` is one of the `host_names`, in any letter case and any domain."""
-    return _label(name).lower() in host_names
-
-
-def _label(name: str) -> str:
-    """Return an IPv4 address as it is, and of another name the part up to the first dot."""
-    try:
-        return str(ipaddress.IPv4Address(name))
-    except ValueError:
-        return name.partition(".")[0]
+    label = name.partition(".")[0].lower()
+    own = {HOST_NAME, "localhost", socket.gethostname().partition(".")[0].lower()}
+    return name in addresses or (label in own and not label.isdigit())

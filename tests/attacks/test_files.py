@@ -121,7 +121,7 @@ class TestSharedDirectories:
             for path in taken:
                 path.symlink_to(tmp_path)
             start_fleet(directory, EmulatedSpec((0.5,), 160 << 20), owner_pid=os.getpid())
-            tmp = paths.node("csd0").tmp.resolve()
+            tmp = (paths.short_tmp / "csd0").resolve()
             assert mode_of(tmp) == mode_of(tmp.parent) == 0o700
             assert tmp.parent not in taken
             stop_fleet(directory)

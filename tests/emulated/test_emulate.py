@@ -150,7 +150,7 @@ def test_fleet_leaves_nothing_though_its_nodes_are_busy_also_after_a_crash(
 def test_kept_fleet_and_one_with_a_dead_server_start_again_with_their_files(directory: Path) -> None:
     fleet = start(directory, "auto")
     paths = FleetPaths(directory)
-    private, key = paths.node("csd0").private / "samples", paths.key.read_bytes()
+    private, key = paths.node("csd0") / "home" / "private" / "samples", paths.key.read_bytes()
     private.write_text("mine")
     stop_fleet(directory, keep=True)
     assert not is_up(directory)
