@@ -56,58 +56,47 @@ class TestGroups:
         }
 
 
-class TestDrives:
-    HOST = Facts(
-        "host",
-        drives=(
-            Drive("/dev/nvme0", "S0", "boot"),
-            Drive("/dev/nvme4", "S4", "CSD"),
-            Drive("/dev/nvme5", "S5", "CSD"),
-        ),
-    )
-
-    def matches(self, *nodes: Facts, host: Facts = HOST) -> dict[str, str]:
-        drives = match_drives({machine.name: machine for machine in (host, *nodes)})
-        return {name: drive.device for name, drive in drives.items()}
-
-    def test_node_with_a_serial_of_the_host_is_that_drive(self) -> None:
-        nodes = [
-            *csds(0, drives=(Drive("/dev/nvme0", "S5", "CSD"),)),
-            *csds(1, drives=(Drive("/dev/nvme0", "S4", "CSD"),)),
-            *csds(2),
-        ]
-        assert self.matches(*nodes) == {"csd0": "/dev/nvme5", "csd1": "/dev/nvme4"}
-
-    @pytest.mark.parametrize("serial", ["", " ", "0000000000", "--------"])
-    def test_serial_that_is_blank_or_of_two_nodes_or_of_all_drives_proves_nothing(self, serial: str) -> None:
-        assert self.matches(*csds(0, 1, drives=(Drive("/dev/nvme0", "S4", "CSD"),))) == {}
-        assert self.matches(*csds(0, drives=self.HOST.drives)) == {}
-        drive = Drive("/dev/nvme0", serial, "CSD")
-        assert self.matches(*csds(0, drives=(drive,)), host=Facts("host", drives=(drive,))) == {}
-
-    def test_two_ports_of_one_drive_are_one_drive(self) -> None:
-        host = Facts("host", drives=(Drive("/dev/nvme0", "S4", "CSD"), Drive("/dev/nvme1", "S4", "CSD")))
-        node = csds(0, drives=(Drive("/dev/nvme0", "S4", "CSD"),))
-        assert self.matches(*node, host=host) == {"csd0": "/dev/nvme0"}
+BOOT, FIRST, SECOND = (
+    Drive(f"/dev/nvme{k}", f"S{k}", model) for k, model in ((0, "boot"), (4, "CSD"), (5, "CSD"))
+)
+BLANK, ZEROS = Drive("/dev/nvme1", "  ", "CSD"), Drive("/dev/nvme1", "0000000000", "CSD")
 
 
-class TestProblems:
-    FLEET = Fleet(tuple(Node(f"csd{k}", f"10.0.0.{k + 2}") for k in range(10)))
+@pytest.mark.parametrize(
+    ("of_host", "of_nodes", "matches"),
+    [
+        ((BOOT, FIRST, SECOND), [(SECOND,), (FIRST,), ()], {"csd0": "/dev/nvme5", "csd1": "/dev/nvme4"}),
+        ((BOOT, FIRST), [(FIRST,), (FIRST,)], {}),  # two nodes have it
+        ((BOOT, FIRST, SECOND), [(BOOT, FIRST, SECOND)], {}),  # the host itself
+        ((BLANK,), [(BLANK,)], {}),
+        ((ZEROS,), [(ZEROS,)], {}),
+        ((FIRST, replace(FIRST, device="/dev/nvme9")), [(FIRST,)], {"csd0": "/dev/nvme4"}),  # two ports of it
+    ],
+)
+def test_node_with_a_serial_that_the_host_alone_has_too_is_that_drive(
+    of_host: tuple[Drive, ...], of_nodes: list[tuple[Drive, ...]], matches: dict[str, str]
+) -> None:
+    machines = {
+        f"csd{number}": Facts(f"csd{number}", drives=drives) for number, drives in enumerate(of_nodes)
+    }
+    drives = match_drives({"host": Facts("host", drives=of_host), **machines})
+    assert {name: drive.device for name, drive in drives.items()} == matches
 
-    def test_errors_that_differ_only_in_the_address_are_one_problem(self) -> None:
-        failed: dict[str, CsdctlError] = {
-            f"csd{k}": UnreachableError(f"10.0.0.{k + 2} port 22 is closed", remedy="start sshd")
-            for k in range(3, 10)
-        }
-        failed |= {
-            f"csd{k}": AuthenticationError("key not accepted", remedy=f"ssh-copy-id root@10.0.0.{k + 2}")
-            for k in range(2)
-        }
-        problems = fold_problems(failed, self.FLEET)
-        assert [(p.names, p.message, p.remedy) for p in problems] == [
-            (tuple(f"csd{k}" for k in range(3, 10)), "10.0.0.[5-11] port 22 is closed", "start sshd"),
-            (("csd0", "csd1"), "key not accepted", "ssh-copy-id root@10.0.0.2 (shown for csd0)"),
-        ]
+
+def test_errors_that_differ_only_in_the_address_are_one_problem() -> None:
+    fleet = Fleet(tuple(Node(f"csd{k}", f"10.0.0.{k + 2}") for k in range(10)))
+    failed: dict[str, CsdctlError] = {
+        f"csd{k}": UnreachableError(f"10.0.0.{k + 2} port 22 is closed", remedy="start sshd")
+        for k in range(3, 10)
+    }
+    failed |= {
+        f"csd{k}": AuthenticationError("key not accepted", remedy=f"ssh-copy-id root@10.0.0.{k + 2}")
+        for k in range(2)
+    }
+    assert [(p.names, p.message, p.remedy) for p in fold_problems(failed, fleet)] == [
+        (tuple(f"csd{k}" for k in range(3, 10)), "10.0.0.[5-11] port 22 is closed", "start sshd"),
+        (("csd0", "csd1"), "key not accepted", "ssh-copy-id root@10.0.0.2 (shown for csd0)"),
+    ]
 
 
 def key(**changes: object) -> str:

@@ -23,29 +23,35 @@ def refused(directory: Path, text: str) -> str:
     return str(raised.value)
 
 
-SETTINGS = ["port", "user", "key", "python", "group", "jump", "power", "device"]
+OF_ALL = {
+    "port": 23,
+    "user": "all",
+    "key": "all",
+    "python": "/all",
+    "group": "all",
+    "jump": "all.lan",
+    "power": 7,
+}
+OF_ONE = {
+    "port": 24,
+    "user": "one",
+    "key": "one",
+    "python": "/one",
+    "group": "one",
+    "jump": "one.lan",
+    "power": 0,
+}
 
 
-@pytest.mark.parametrize("key", SETTINGS)
+@pytest.mark.parametrize("key", OF_ALL)
 def test_setting_of_a_node_comes_before_the_setting_of_all_nodes(tmp_path: Path, key: str) -> None:
-    of_all = {"port": 23, "user": "all", "key": "all", "python": "/all", "group": "all", "jump": "all.lan"}
-    of_one = {"port": 24, "user": "one", "key": "one", "python": "/one", "group": "one", "jump": "one.lan"}
-    defaults: dict[str, object] = {**of_all, "power": 7, "device": "gpu"}
-    entry = {"name": "a", "address": "a", key: {**of_one, "power": 0, "device": "cpu"}[key]}
-    [node] = load(tmp_path, yaml.safe_dump({"defaults": defaults, "nodes": [entry]})).nodes
+    entry = {"name": "a", "address": "a", key: OF_ONE[key]}
+    [node] = load(tmp_path, yaml.safe_dump({"defaults": OF_ALL, "nodes": [entry]})).nodes
     assert node.power
     assert node.jump
-    values = {
-        "port": node.port,
-        "user": node.user,
-        "key": node.key.relative_to(tmp_path).name if node.key else "",
-        "python": node.python,
-        "group": node.groups[0],
-        "jump": node.jump.address,
-        "power": node.power.watts,
-        "device": node.device,
-    }
-    assert values == defaults | {key: entry[key]}
+    key_name, watts = node.key and node.key.relative_to(tmp_path).name, node.power.watts
+    values = (node.port, node.user, key_name, node.python, *node.groups, node.jump.address, watts)
+    assert dict(zip(OF_ALL, values, strict=True)) == OF_ALL | {key: OF_ONE[key]}
 
 
 @pytest.mark.parametrize("emulated", [False, True])

@@ -84,13 +84,6 @@ class TestMetadata:
     ) -> None:
         assert licences.read_licence("new", make_package(tmp_path, "new", *fields)) == licence
 
-    def test_licence_that_was_read_is_read_again_when_the_metadata_changes(self, tmp_path: Path) -> None:
-        (tmp_path / "newer").mkdir()
-        known = make_package(tmp_path, "astunparse", "License: BSD")
-        changed = make_package(tmp_path / "newer", "astunparse", "License: Other")
-        assert licences.read_licence("astunparse", known) == "BSD-3-Clause"
-        assert licences.read_licence("astunparse", changed) == ""
-
 
 class TestRule:
     @pytest.mark.parametrize(

@@ -208,21 +208,6 @@ class TestAnsible:
             "ansible.cfg is ignored: Ansible is not installed here",
         )
 
-    def test_hosts_are_resolved_by_ssh_from_their_variables(self, tmp_path: Path, key: Path) -> None:
-        variables: dict[str, object] = {
-            "ansible_ssh_common_args": '-o ProxyCommand="ssh -W %h:%p ops@10.9.0.1"',
-            "ansible_user": "me",
-            "ansible_port": 2200,
-            "ansible_ssh_private_key_file": str(key),
-        }
-        imported = from_ansible(tmp_path, csd0=variables, csd1=variables)
-        gate = Node("10.9.0.1", "10.9.0.1", user="ops")
-        assert imported.fleet.nodes == tuple(
-            Node(name, name, 2200, "me", key, groups=("csds",), jump=gate, offers_agent=True)
-            for name in ("csd0", "csd1")
-        )
-        assert "name: 'csd[0-1]'" in imported.text
-
     @pytest.mark.fault(40)
     def test_address_that_is_an_option_is_rejected(self, tmp_path: Path) -> None:
         with pytest.raises(InputError, match="csd0: '-oProxyCommand=x' is not a valid address"):
