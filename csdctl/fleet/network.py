@@ -52,5 +52,5 @@ def is_this_machine(name: str) -> bool:
     except OSError:  # a kernel without IPv4
         addresses = []
     label = name.partition(".")[0].lower()
-    own = {HOST_NAME, "localhost", socket.gethostname().partition(".")[0].lower()}
-    return name in addresses or (label in own and not label.isdigit())
+    labels = {HOST_NAME, "localhost", socket.gethostname().partition(".")[0].lower()}
+    return name in addresses or (label in labels and not label.isdigit())
