@@ -68,10 +68,6 @@ def test_every_public_name_is_documented(name: str) -> None:
 
 
 class TestJob:
-    def test_job_of_a_file(self, tmp_path: Path) -> None:
-        made = from_model(tmp_path)
-        assert csdctl.Job(str(made.path)) == csdctl.Job(made.path) == made
-
     def test_early_stopping_with_the_name_that_keras_uses(self, tmp_path: Path) -> None:
         stopping = csdctl.EarlyStopping("val_accuracy", patience=np.int64(2))
         made = from_model(tmp_path, early_stopping=stopping, validation=ARRAYS)
@@ -134,17 +130,13 @@ def from_model(directory: Path, **given: Any) -> csdctl.Job:
     ("options", "given", "message"),
     [
         (csdctl.TrainOptions, {"min_nodes": -1}, "min_nodes must be at least 0, received -1"),
-        (csdctl.TrainOptions, {"num_checkpoints": 0}, "num_checkpoints must be at least 1, received 0"),
         (csdctl.TuneOptions, {"goal": "accuracy"}, "goal: must be 'throughput' or"),
-        (csdctl.TrainOptions, {"max_steps": 0}, "max_steps must be at least 1, received 0"),
         (csdctl.TrainOptions, {"max_steps": "ten"}, "max_steps: must be a whole number (received 'ten')"),
         (csdctl.TrainOptions, {"callbacks": (csdctl.EarlyStopping(),)}, "callbacks: `0`: must be callable"),
         (partial(csdctl.train, "job.yaml"), {"batch_size": 0}, "batch_size: expected 1 to"),
-        (partial(csdctl.train, "job.yaml"), {"batch_size": [32]}, "batch_size: must be a whole number"),
         (csdctl.TrainOptions, {"deadlines": csdctl.Patience("soon")}, "start_s: must be a number"),  # type: ignore[arg-type]
         (partial(csdctl.train, "job.yaml"), {"options": {"max_steps": 3}}, "options: must be an instance"),
         (csdctl.TrainOptions, {"cut": "a"}, "cut requires strategy split, received strategy auto"),
-        (csdctl.TuneOptions, {"probe_duration_s": -1.0}, "probe_duration_s must be at least 0"),
         (csdctl.TuneOptions, {"method": "fit", "step_divisor": 1.0}, "fit does not take batch_sizes"),
     ],
 )

@@ -2,7 +2,6 @@
 
 import errno
 import json
-import os
 import subprocess
 import sys
 from io import StringIO
@@ -108,15 +107,6 @@ class TestGlobalOptions:
     def test_what_follows_two_dashes_belongs_to_another_program(self) -> None:
         given = ["exec", "-v", "--", "ls", "-v"]
         assert take_global_options(given) == ["exec", "--", "ls", "-v"]
-
-    @pytest.mark.parametrize(("variable", "is_colored"), [("FORCE_COLOR", True), ("NO_COLOR", False)])
-    def test_environment_chooses_colors(self, tmp_path: Path, variable: str, is_colored: bool) -> None:
-        command = [sys.executable, "-m", "csdctl", "report", "nonsense"]
-        environment = {"PATH": os.environ["PATH"], variable: "1"}
-        done = subprocess.run(
-            command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
-        )
-        assert ("\x1b[" in done.stderr) == is_colored
 
     def test_quiet_prints_results_alone(self, tmp_path: Path) -> None:
         command = [sys.executable, "-m", "csdctl", "runs", "list"]

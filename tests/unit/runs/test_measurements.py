@@ -1,6 +1,5 @@
 """The measurements file: reads return what was written, with several processes and unusable files."""
 
-import json
 import subprocess
 import sys
 from dataclasses import replace
@@ -78,16 +77,6 @@ class TestCollectivesAndTrials:
         assert store.find(TRIAL, FLEET.key, MODEL.hash, "other") == []
         assert store.find(TRIAL, FLEET.key, OTHER.hash, "recipe") == []
         assert store.find(TRIAL, SMALL_FLEET.key, MODEL.hash, "recipe") == []
-
-    def test_sums_that_another_version_has_timed_are_not_used(self, path: Path) -> None:
-        """By MPI's allreduce, or by ranks that were members of one MPI job."""
-        MeasurementStore(path).add(SUM, FLEET, [CollectiveMeasurement(5, 1 << 20, 0.25, 2.0)])
-        line = json.loads(path.read_text())
-        line = {**line, "kind": "collective", "value": {**line["value"], "name": "star"}}
-        path.write_text(json.dumps(line) + "\n")
-        said: list[str] = []
-        assert MeasurementStore(path, said.append).find(SUM, FLEET.key) == []
-        assert "damaged or of another version are ignored: 1" in said[0]
 
     def test_only_the_newest_sums_of_a_kind_and_trials_of_a_model_are_used(
         self, store: MeasurementStore

@@ -36,13 +36,13 @@ from tests.unit.tuning.test_plan import PLAN
 SUMMARY = replace(summary(), metrics={"auc": 0.9375}, validation_metrics={"auc": 0.875})
 
 
-def console(width: int = 100) -> tuple[PrintableConsole, StringIO]:
+def console() -> tuple[PrintableConsole, StringIO]:
     file = StringIO()
-    return PrintableConsole(file=file, width=width), file
+    return PrintableConsole(file=file, width=100), file
 
 
-def report(summary: RunSummary, width: int = 100) -> str:
-    to, file = console(width)
+def report(summary: RunSummary) -> str:
+    to, file = console()
     render_report(to, RunResults(summary, RunSeries(NODES), {}))
     return file.getvalue()
 
@@ -77,11 +77,6 @@ class TestReport:
         text = report(replace(SUMMARY, **changes))
         assert [word for word in present if word not in text] == []
         assert [word for word in absent if word in text] == []
-
-    def test_terminal_that_is_too_narrow_for_the_columns_cuts_nothing(self) -> None:
-        text = report(SUMMARY, width=50)
-        assert "…" not in text
-        assert {"batch", "15.0", "10%"} <= set(text.split())
 
     def test_document_is_json_with_a_schema(self) -> None:
         content = json.loads(format_json(document("csdctl.report/1", SUMMARY, path="/project/run")))
