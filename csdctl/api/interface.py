@@ -428,7 +428,6 @@ def _collect(data: Any) -> tuple[Any, ...]:
 
 
 def _join(*parts: Any) -> np.ndarray[Any, Any]:
-    """Return the arrays of all batches as one."""
     arrays = [np.asarray(part) for part in parts]
     if len({array.shape[1:] for array in arrays}) > 1:
         raise InputError("batches have samples of different shapes", remedy="pad all of them to one length")
@@ -468,7 +467,6 @@ def _name_arrays(parts: tuple[Any, ...], name: str) -> dict[str, np.ndarray[Any,
 
 
 def _build(run: RunDirectory) -> Any:
-    """Return the model of the user's function, with all its weights. Raises whatever that raises."""
     project = run.path.parents[2]
     architecture = load_json(run.spec)["architecture"]
     content = json.loads((project / architecture).read_text())

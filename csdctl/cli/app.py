@@ -38,7 +38,7 @@ COMMANDS: Mapping[tuple[str, str], Mapping[str, str]] = {
         "prepare": "Convert data where it is stored, and the model.",
         "deploy": "Copy a job's files or directory trees to every node.",
     },
-    ("Job", "tuning"): {
+    ("Job", "training"): {
         "tune": "Measure the machines and write a plan.",
         "forecast": "Forecast throughput, time and energy for more nodes.",
         "verify": "Compare the fleet's gradient with Keras'.",
@@ -52,7 +52,7 @@ COMMANDS: Mapping[tuple[str, str], Mapping[str, str]] = {
         "runs": "List, watch, stop and remove runs.",
         "report": "Show the results of one or several runs.",
     },
-    ("No hardware", "emulation"): {
+    ("No hardware", "fleet"): {
         "emulate": "Start and stop an emulated fleet on this machine.",
         "demo": "Train Fashion-MNIST on an emulated fleet, step by step.",
     },
@@ -145,7 +145,6 @@ class PlainCommand(TyperCommand):
 
 @functools.cache
 def _build(name: str) -> Any:
-    """Return a command, or a group of commands. Raises KeyError for an unknown name."""
     command = getattr(import_module(f"csdctl.cli.commands.{MODULES[name]}"), name)
     if not isinstance(command, typer.Typer):
         group = typer.Typer(add_completion=False, rich_markup_mode=None)
@@ -218,7 +217,6 @@ def explain_usage(error: Any) -> InputError | None:
 
 
 def _find_similar(error: Any) -> list[str]:
-    """Return the options that an unknown one resembles, of the command and of every command."""
     if not (error.option_name.startswith("--") and error.ctx):
         return []
     names = [name for parameter in error.ctx.command.get_params(error.ctx) for name in parameter.opts]
@@ -299,7 +297,6 @@ def _wrap_os_error(error: OSError) -> CsdctlError:
 
 
 def _report(streams: Streams, arguments: Sequence[str], error: CsdctlError) -> int:
-    """Show an error, with --json also as JSON, and return its exit code."""
     where = f"{error.node}: " if error.node else ""
     streams.errors.print("error:", style="bold red", end=" ")
     streams.errors.print(f"{where}{error.message}")

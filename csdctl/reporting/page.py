@@ -169,7 +169,6 @@ def _shares(spent: Mapping[str, Sequence[float]], kind: str, interval_s: float) 
 
 
 def _draw_lines(lines: Lines, x_label: str, y_label: str, *, from_zero: bool = False) -> str:
-    """Draw a line for each name. One point is a dot, and short lines show their points."""
 
     def draw(axes: Any) -> None:
         for number, points in enumerate(lines.values()):
@@ -282,7 +281,6 @@ def _headline(run: RunResults, name: str) -> str:
 
 
 def _section(title: str, *parts: Chart | DataTable) -> str:
-    """Return a section. '' without a chart or a row."""
     content = "".join(_figure(part) if isinstance(part, Chart) else _table(part, title) for part in parts)
     return f"<section><h2>{_text(title)}</h2><div class=parts>{content}</div></section>" if content else ""
 

@@ -223,12 +223,10 @@ class SeriesBuilder:
         return [*seconds, report.samples, report.global_samples]
 
     def _drop_epochs(self, first: int) -> None:
-        """Forget the epochs from `first` on: a run that continues from a checkpoint repeats them."""
         while self._epochs and self._epochs[-1].epoch >= first:
             self._epochs.pop()
 
     def _end_stop(self, time_s: float) -> None:
-        """Note how long the ranks have waited for rank 0, which begins again."""
         self.stopped_s = 0.0
         if self._stop and time_s >= self._stop.time_s:  # else the clock was set back
             self._stop.stopped_s = self.stopped_s = time_s - self._stop.time_s
@@ -236,7 +234,6 @@ class SeriesBuilder:
 
 
 def _describe_fault(event: Event) -> str:
-    """Return what has gone wrong, or come back. '' for any other event."""
     if isinstance(event, events.NodeLost):
         return f"lost: {event.message}"
     if isinstance(event, events.Failed):
@@ -340,7 +337,6 @@ def _find_start(lost_s: Sequence[float], first: int) -> int:
 
 
 def _find_cause(series: RunSeries, rank: int, start: int) -> tuple[str, str]:
-    """Return the cause, and what shows it."""
     spent = series.spent_s[rank]
     input_s, compute_s = sum(spent[INPUT][start:]), sum(spent[COMPUTE][start:])
     if input_s > 0.5 * (input_s + compute_s):

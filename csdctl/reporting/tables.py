@@ -89,7 +89,6 @@ def _describe_bottleneck(run: RunResults, bottleneck: Bottleneck) -> str:
 
 
 def _describe_waiting(run: RunResults) -> str:
-    """Return what the ranks waited for, although no single rank or link stands out."""
     ranks, spent = run.summary.ranks, run.series.spent_s
     wait_s, step_s = sum(rank.wait_s for rank in ranks), sum(rank.compute_s + rank.wait_s for rank in ranks)
     if not step_s:

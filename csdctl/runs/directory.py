@@ -110,8 +110,6 @@ def check_links(directory: Path) -> None:
 
 
 class _Below:
-    """A path below a project's `.csdctl/`, or below the directory of a run."""
-
     def __init__(self, *parts: str) -> None:
         self._parts = parts
 

@@ -288,7 +288,6 @@ class TrainingView(View):
         )
 
     def _count_steps(self) -> tuple[int, int]:
-        """Return the steps that are done, and the steps of all epochs."""
         ended = (self._latest.epoch - 1) * self._steps_per_epoch if self._latest else 0
         return ended + self._step, self._steps_per_epoch * self._spec.recipe.epochs
 
@@ -322,7 +321,6 @@ def _choose_columns(width: int) -> dict[str, Callable[[RankRow], str | Text]]:
 
 
 def _format_epoch(event: EpochEnd, epochs: int, reports: Amounts) -> str:
-    """Return the line of an epoch that has ended. `reports`: all of rank 0 in it."""
     line = (
         f"epoch {event.epoch}/{epochs}: "
         f"loss {format_loss(event.loss)}{format_metrics(event.accuracy, event.metrics)}, "

@@ -93,7 +93,6 @@ class TrainingScreen(PreparationScreen):
             super().show(event)
 
     def _show_examination(self, examination: Examination) -> None:
-        """Show a line for each amber check, and the times of sums unless something is red."""
         for check, machines in fold(examination.checks):
             if check.status == Status.WARN:
                 self._say_amber(machines, check)
@@ -110,7 +109,6 @@ class TrainingScreen(PreparationScreen):
             self.say(f"  → {check.remedy}")
 
     def _show_start(self, started: RunStarted) -> None:
-        """Show the run, and open the live view."""
         run, spec, num_steps = started.run, started.spec, started.steps_per_epoch
         self.run = run
         self._streams.result_line(document("csdctl.train/1", run=run.run_id, path=str(run.path)))
@@ -135,7 +133,6 @@ class TrainingScreen(PreparationScreen):
     def _show_end(
         self, line: str, released: str, summary: RunSummary, run: RunDirectory, *, is_stopped: bool
     ) -> None:
-        """Show what a run has come to, below its live view, and how to resume one that was stopped."""
         self._stack.close()
         self.say(line)
         if summary.privacy:

@@ -59,7 +59,6 @@ def render_plan(console: PrintableConsole, plan: Plan, path: str) -> None:
 
 
 def _render_strategies(console: PrintableConsole, plan: Plan) -> None:
-    """Print the strategies that were compared, and why the remaining ones were not."""
     compared = {
         f"{strategy.strategy} {strategy.cut}".strip(): strategy
         for strategy in plan.strategies
@@ -241,7 +240,6 @@ def _predict_job(point: CurvePoint, forecast: Forecast) -> dict[str, float | Non
 
 
 def _explain(forecast: Forecast) -> dict[Reason, str]:
-    """Return a sentence for each reason, with its figures."""
     if not forecast.verdict:
         return {}
     point = forecast.points[-1]
@@ -256,7 +254,6 @@ def _explain(forecast: Forecast) -> dict[Reason, str]:
 
 
 def _describe_idle(forecast: Forecast) -> list[str]:
-    """Return sentences about ranks that do not train with the largest number of nodes."""
     point, idle = forecast.points[-1], []
     if point.num_left_out:
         idle.append(f"{format_count(point.num_left_out, 'node')} left out: training is faster without them")
@@ -266,7 +263,6 @@ def _describe_idle(forecast: Forecast) -> list[str]:
 
 
 def _advise(verdict: CurveVerdict) -> list[str]:
-    """Return sentences about fewer nodes."""
     advice = []
     if verdict.worth_from is None and verdict.num_nodes > 1:
         advice.append("fewer nodes are not worth it either")

@@ -18,7 +18,7 @@ import asyncssh
 import pytest
 from typer.testing import CliRunner
 
-from csdctl.cli.commands.emulation import emulate
+from csdctl.cli.commands.fleet import emulate
 from csdctl.emulation.fleet import (
     EmulatedSpec,
     FleetPaths,

@@ -77,7 +77,6 @@ def init(
 
 
 def _show_looks(streams: Streams, output: Path, looks: "Looks") -> None:
-    """Print what was seen, and the commands that come next."""
     from csdctl.workflows.init.init import describe_data, describe_model
 
     streams.say(f"model: {describe_model(looks.model)}")
