@@ -105,13 +105,14 @@ def build():
 """
 COMPARE = """
 from pathlib import Path
-from csdctl.worker.compute.compile import assign, make_compiler, trace, write_step
-from csdctl.worker.engine.load import load_engine
-from csdctl.worker.protocol.run_spec import CompiledStep, RankSpec, Runtime
+from csdctl.worker.compute.compile import assign, make_compiler, trace, write_graph
+from csdctl.worker.engine.step import StepEngine, StepInfo, load_compiled
+from csdctl.worker.protocol.run_spec import CompiledStep, Runtime
 compiler = make_compiler(build(), recipe, (samples[:0], labels[:0]))
-write_step(compiler, *trace(compiler), Path(directory))
+info, builder = trace(compiler)
+write_graph(builder, info, compiler.values, Path(directory))
 files = CompiledStep(*(f"{directory}/{name}" for name in ("graph.pb", "info.json", "state.npz")))
-engine = load_engine(files, RankSpec(0, "", batch, Runtime(), None, None, 0, 0), Recipe(), None)
+engine = StepEngine(*load_compiled(files, StepInfo, Runtime()), Recipe().seed)
 model, first = compiler.model, engine.values
 
 def read():

@@ -23,10 +23,10 @@ BUILD = """
 import json, os, sys, time
 import numpy as np
 from csdctl.worker.compute.backend import load_backend
-from csdctl.worker.protocol.run_spec import CompiledStep, RankSpec, Runtime
+from csdctl.worker.protocol.run_spec import CompiledStep, Runtime
 from csdctl.worker.protocol.recipe import Recipe
 directory, network = sys.argv[1:3]
-recipe, me = Recipe(learning_rate=0.01), RankSpec(0, "", 16, Runtime(), None, None, 0, 0)
+recipe = Recipe(learning_rate=0.01)
 shape = {"cnn": (28, 28, 1), "lstm": (20,), "transformer": (20,)}.get(network, (64, 64, 3))
 rng = np.random.default_rng(0)
 samples = rng.integers(0, 1000, (16, *shape)) if len(shape) == 1 else rng.random((16, *shape), np.float32)
@@ -68,10 +68,11 @@ def report(began, loss):
 """
 COMPILE = """
 from pathlib import Path
-from csdctl.worker.compute.compile import make_compiler, trace, write_step
+from csdctl.worker.compute.compile import make_compiler, trace, write_graph
 output = Path(directory)
 compiler = make_compiler(build(), recipe, (samples[:0], labels[:0]))
-write_step(compiler, *trace(compiler), output)
+info, builder = trace(compiler)
+write_graph(builder, info, compiler.values, output)
 np.savez(output / "batch.npz", samples=samples, labels=labels)
 print(json.dumps({"cpu_s": time.process_time()}))
 """
@@ -80,12 +81,12 @@ import json, os, sys, time
 began = time.time()
 os.environ["OPENBLAS_NUM_THREADS"] = "1"  # as of a worker
 import numpy as np
-from csdctl.worker.engine.load import load_engine
+from csdctl.worker.engine.step import StepEngine, StepInfo, load_compiled
 from csdctl.worker.protocol.recipe import Recipe
-from csdctl.worker.protocol.run_spec import CompiledStep, RankSpec, Runtime
+from csdctl.worker.protocol.run_spec import CompiledStep, Runtime
 directory = sys.argv[1]
 files = CompiledStep(*(f"{directory}/{name}" for name in ("graph.pb", "info.json", "state.npz")))
-engine = load_engine(files, RankSpec(0, "", 16, Runtime(), None, None, 0, 0), Recipe(), None)
+engine = StepEngine(*load_compiled(files, StepInfo, Runtime()), Recipe().seed)
 batch = np.load(f"{directory}/batch.npz")
 vector = engine.local(batch["samples"], batch["labels"])
 """

@@ -61,13 +61,17 @@ def load_backend(runtime: Runtime = DEFAULT) -> tuple[Any, Any]:
     os.environ.setdefault("OMP_NUM_THREADS", str(runtime.threads))
     if not runtime.onednn:
         os.environ["TF_ENABLE_ONEDNN_OPTS"] = "0"
-    # Keras imports them where they are installed, to draw: a tenth of the CPU time of loading all.
+    # An import makes 300,000 objects that all stay. To go through them again and again takes a fifth of the
+    # CPU time of loading TensorFlow. Keras would import drawing packages where they are installed.
+    gc.disable()
     hidden = [name for name in ("matplotlib", "IPython") if name not in sys.modules]
     sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]  # as if they were not installed
-    with _collecting_no_garbage(), _without_keras_file():
+    with _without_keras_file():
         tensorflow, keras_module = map(import_module, ("tensorflow", "keras"))
     for name in hidden:
         del sys.modules[name]
+    gc.freeze()
+    gc.enable()
     tensorflow.config.threading.set_intra_op_parallelism_threads(runtime.threads)
     tensorflow.config.threading.set_inter_op_parallelism_threads(runtime.inter_threads)
     if runtime.device != CPU:
@@ -76,7 +80,6 @@ def load_backend(runtime: Runtime = DEFAULT) -> tuple[Any, Any]:
 
 
 def _use_gpu(tf: Any, *, is_required: bool) -> None:
-    """Compute on the first GPU that TensorFlow sees, in float32, with memory as it is needed."""
     gpus = tf.config.list_physical_devices("GPU")
     if not gpus and is_required:
         built = "with" if tf.test.is_built_with_cuda() else "without"
@@ -107,10 +110,7 @@ def apply_settings(floatx: str, epsilon: float, image_data_format: str) -> None:
 
 
 def load_settings(directory: Path) -> None:
-    """Apply the settings of keras.json in `directory`, or else of this user's. Keras' own without a file.
-
-    Raises JobError for a file that Keras would refuse.
-    """
+    """Apply the keras.json in `directory`, or else this user's. Raises JobError if Keras refuses it."""
     path, defaults = directory / "keras.json", keras_settings()
     path = path if path.exists() else _keras_home() / path.name
     try:
@@ -143,20 +143,3 @@ def _without_keras_file() -> Iterator[None]:
             os.environ["KERAS_HOME"] = before
     if config := sys.modules.get("keras.src.backend.config"):
         config._KERAS_DIR = str(home)  # type: ignore[attr-defined]
-
-
-@contextlib.contextmanager
-def _collecting_no_garbage() -> Iterator[None]:
-    """Import without the collector, and let it never look at what was imported.
-
-    An import makes 300,000 objects that all stay, and Python would go through those so far again and again:
-    a fifth of the CPU time of loading TensorFlow.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.freeze()
-        if was_enabled:
-            gc.enable()

@@ -56,40 +56,55 @@ def compile_step(request: CompileRequest) -> str:
     if not all(request.data.sample_shape):  # of a head whose features are only known by computing them
         return "the size of its samples is not fixed"
     model = load(Path(request.architecture), Path(request.weights), request.code)
-    model_type = compute_type(model)
-    if request.is_wide:
-        widen(model)
     example = random_batch(np.random.default_rng(0), request.data, 0)
     output = Path(request.output)
-    compiler = make_compiler(
-        model, request.recipe, example, has_noise=request.has_noise, has_validation=request.has_validation
-    )
     try:
-        info, builder = trace(compiler)
-        if request.cut:
-            parts = SplitCompiler(compiler, request.cut, example)
-            info, of_ranks = parts.add_to(builder, info), GraphBuilder()
-            write_step(parts.of_ranks, parts.describe_ranks(of_ranks, info), of_ranks, output / OF_RANKS)
-        write_step(compiler, info, builder, output)
+        steps = trace_all(
+            model,
+            request.recipe,
+            example,
+            cut=request.cut,
+            is_wide=request.is_wide,
+            has_noise=request.has_noise,
+            has_validation=request.has_validation,
+        )
+        for (compiler, info, builder), directory in zip(steps, (output, output / OF_RANKS), strict=False):
+            write_graph(builder, info, compiler.values, directory)
     except CannotCompileError as error:
         return error.message
-    info = replace(info, places=write_template(compiler, output), model_type=model_type)
-    (output / INFO).write_text(to_json(info))
+    compiler, info, _ = steps[0]
+    (output / INFO).write_text(to_json(replace(info, places=write_template(compiler, output))))
     return ""
 
 
-def write_step(compiler: Compiler, info: StepInfo, builder: GraphBuilder, output: Path) -> None:
-    """Write the files of a step. Raises CannotCompileError."""
-    output.mkdir(exist_ok=True)
-    pairs = zip(compiler.values, info.variables, strict=True)
-    write_graph(builder, info, (value for value, variable in pairs if not variable.is_zero), output)
-
-
 def write_graph(builder: GraphBuilder, info: GraphInfo, values: Iterable[Any], output: Path) -> None:
-    """Write the files of a graph, and values of its variables. Raises CannotCompileError."""
+    """Write the files of a graph, and the values of its variables. Raises CannotCompileError."""
+    output.mkdir(exist_ok=True)
     (output / GRAPH).write_bytes(builder.optimize())
-    save_arrays(output / STATE_FILE, {f"v{place:05d}": value for place, value in enumerate(values)})
+    pairs = zip(values, info.variables, strict=True)
+    kept = (value for value, variable in pairs if not variable.is_zero)
+    save_arrays(output / STATE_FILE, {f"v{place:05d}": value for place, value in enumerate(kept)})
     (output / INFO).write_text(to_json(info))
+
+
+def trace_all(
+    model: Any, recipe: Recipe, example: tuple[Array, Array], *, cut: str, is_wide: bool, **options: bool
+) -> list[tuple[Compiler, StepInfo, GraphBuilder]]:
+    """Trace the step of a model and, if it is cut behind the layer `cut`, the step of its prefix.
+
+    `is_wide` as of CompileRequest. `options` as of `make_compiler`.
+    """
+    model_type = compute_type(model)
+    if is_wide:
+        widen(model)
+    compiler = make_compiler(model, recipe, example, **options)
+    info, builder = trace(compiler)
+    info = replace(info, model_type=model_type)
+    if not cut:
+        return [(compiler, info, builder)]
+    parts, of_ranks = SplitCompiler(compiler, cut, example), GraphBuilder()
+    info = parts.add_to(builder, info)
+    return [(compiler, info, builder), (parts.of_ranks, parts.describe_ranks(of_ranks, info), of_ranks)]
 
 
 def make_compiler(
@@ -140,10 +155,7 @@ class LayerVariable:
 def make_engine(
     compiler: Compiler, info: StepInfo, builder: GraphBuilder, runtime: Runtime = DEFAULT, **options: Any
 ) -> StepEngine:
-    """Return the engine of a step that was traced here, whose operations may call Python.
-
-    `options` as of StepEngine.
-    """
+    """Return the engine of a step traced here, whose operations may call Python. `options`: of StepEngine."""
     session = GraphSession(builder.optimize(has_python=True), runtime)
     return StepEngine(info, session, compiler.values, compiler.recipe.seed, **options)
 
@@ -151,23 +163,17 @@ def make_engine(
 def build_engine(spec: RunSpec, me: RankSpec, recipe: Recipe, example: tuple[Array, Array]) -> StepEngine:
     """Return the step of a rank whose model is traced here. `example` as of `make_compiler`."""
     model = load(Path(spec.architecture), Path(spec.weights), spec.code)
-    model_type = compute_type(model)
-    if spec.task.name == VERIFY:
-        widen(model)
-    compiler = make_compiler(
-        model, recipe, example, has_noise=spec.noise is not None, has_validation=spec.validation is not None
+    steps = trace_all(
+        model,
+        recipe,
+        example,
+        cut=spec.split.cut if spec.split else "",
+        is_wide=spec.task.name == VERIFY,
+        has_noise=spec.noise is not None,
+        has_validation=spec.validation is not None,
     )
-    info, builder = trace(compiler)
-    if spec.split:
-        parts = SplitCompiler(compiler, spec.split.cut, example)
-        info = parts.add_to(builder, info)
-        if me.rank:
-            compiler = parts.of_ranks
-            info = parts.describe_ranks(builder := GraphBuilder(), info)
     return make_engine(
-        compiler,
-        replace(info, model_type=model_type),
-        builder,
+        *steps[-1 if me.rank else 0],
         me.runtime,
         rank=me.rank,
         weight=me.weight,
@@ -181,7 +187,7 @@ def assign(variable: Any, value: Array) -> None:
     variable.assign(tf.bitcast(value["bfloat16"], tf.bfloat16) if value.dtype == BFLOAT16 else value)
 
 
-def write_template(compiler: Compiler, output: Path, seed: int = 0) -> dict[str, tuple[str, ...]]:
+def write_template(compiler: Compiler, output: Path) -> dict[str, tuple[str, ...]]:
     """Write a file of Keras for the model, whose weights then change. Return where it has the variables.
 
     They are numbered as the compiler numbers them. Rates follow. {} if the file lacks a weight, or has it in
@@ -196,7 +202,7 @@ def write_template(compiler: Compiler, output: Path, seed: int = 0) -> dict[str,
         path = output / "template.weights.h5"
         model.built = True
         model.save_weights(path)
-    generator = np.random.default_rng(seed)
+    generator = np.random.default_rng(0)
     for variable in variables:
         kind = np.dtype(variable.dtype).kind
         if kind in "iub":
@@ -268,7 +274,6 @@ def keras_pass(part: Prefix, layer: str, runtime: Runtime) -> Compute:
 
 
 def _up_to(model: Any, layer: str) -> Any:
-    """Return the model, or the part of it that computes `layer`. Raises WorkerError without such a layer."""
     if not layer:
         return model
     nodes = topological_nodes(model) if getattr(model, "inputs", None) else []
@@ -286,10 +291,7 @@ def _load_whole(spec: HeadSpec) -> Any:
 
 
 def assemble(spec: HeadSpec, head: Any) -> Any:
-    """Return the whole model with the weights of `head`, and the state of its optimizer.
-
-    It is the same object each time.
-    """
+    """Return the whole model, the same object each time, with the weights and optimizer's state of `head`."""
     model = _load_whole(spec)
     for place, variable in zip(spec.head_weights, head.weights, strict=True):
         model.weights[place].assign(variable.value)
@@ -300,10 +302,7 @@ def assemble(spec: HeadSpec, head: Any) -> Any:
 
 
 def save_with_keras(spec: RunSpec, example: tuple[Array, Array], values: Sequence[Array], path: Path) -> Path:
-    """Save the model of a run with the values of its state, then of its learning rates. Return the path.
-
-    The file is .keras, or has the weights alone where Keras cannot save the model. Raises OSError.
-    """
+    """Save a run's model with the values of its state, then of its rates. Return the path. Raises OSError."""
     model = load(Path(spec.architecture), Path(spec.weights), spec.code)
     compiler = make_compiler(model, spec.recipe, example)
     rates = compiler.rates

@@ -4,8 +4,7 @@ At a cut one tensor is alive: a prefix computes it, and a head computes the outp
 
 FLOPs are the floating-point operations of a forward pass for one sample. They follow from the weights: each
 element of a matrix or filter is multiplied and added once for each position of a layer's output, such as a
-pixel or a time step. Products of two activations (attention) and element-wise operations are left out: the
-latter amount to a few percent, and are bound by memory rather than by arithmetic.
+pixel or a time step. Products of two activations and element-wise operations are left out.
 """
 
 import bisect
@@ -16,18 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from csdctl.worker.compute import keras_internals as internals
 from csdctl.worker.compute.backend import keras
-from csdctl.worker.compute.keras_internals import (
-    flatten_layers,
-    functional_graph,
-    global_seed_generator,
-    is_its_graph,
-    keras_mask,
-    nested_graph,
-    non_trainable_state,
-    seed_generators,
-    topological_nodes,
-)
 from csdctl.worker.protocol.model_info import CutInfo
 
 CHECKED_SAMPLES = 2
@@ -36,16 +25,16 @@ CHECKED_SAMPLES = 2
 
 def count_flops(model: Any) -> int:
     """Return the FLOPs of one sample. 0 if unknown, as for inputs of variable size and subclassed models."""
-    if not hasattr(functional_graph(model), "_nodes_by_depth"):
+    if not hasattr(internals.functional_graph(model), "_nodes_by_depth"):
         return 0
-    flops = sum(_count_flops(*call) for call in topological_nodes(unroll(model)[0]))
+    flops = sum(_count_flops(*call) for call in internals.topological_nodes(unroll(model)[0]))
     return 0 if math.isnan(flops) else int(flops)
 
 
 def _count_flops(operation: Any, node: Any) -> float:
     """Return the FLOPs of a call of a layer for one sample. NaN if they are unknown."""
-    if hasattr(functional_graph(operation), "_nodes_by_depth"):  # a model that is a layer
-        return sum(_count_flops(*call) for call in topological_nodes(operation))
+    if hasattr(internals.functional_graph(operation), "_nodes_by_depth"):  # a model that is a layer
+        return sum(_count_flops(*call) for call in internals.topological_nodes(operation))
     kind = type(operation).__name__
     variables = () if kind.endswith("Embedding") else getattr(operation, "weights", ())
     num_weights = sum(math.prod(variable.shape) for variable in variables if len(variable.shape) > 1)
@@ -65,11 +54,8 @@ class Cut:
     """A tensor between a model's prefix and its head."""
 
     layer: str
-    """The layer whose output it is."""
     tensor: Any
-    """A KerasTensor, shape (n, …)."""
     num_parameters: int
-    """Number of parameters of the prefix."""
     num_trainable: int
     num_operations: int
     """FLOPs of the prefix for one sample. 0 if unknown."""
@@ -94,10 +80,10 @@ def find_cuts(model: Any) -> list[Cut]:
     inside, too. Neither an input nor an output is a cut, nor is a place with a weight that is trained on both
     sides of it.
     """
-    if not getattr(model, "inputs", None) or not is_its_graph(model):
+    if not getattr(model, "inputs", None) or not internals.is_its_graph(model):
         return []
     model, names = unroll(model)
-    nodes = topological_nodes(model)
+    nodes = internals.topological_nodes(model)
     last_use = {id(tensor): number for number, (_, node) in enumerate(nodes) for tensor in node.input_tensors}
     last_use |= {id(tensor): len(nodes) for tensor in model.outputs}
     last_layer = {
@@ -120,15 +106,14 @@ def find_cuts(model: Any) -> list[Cut]:
         is_single = len(node.output_tensors) == 1 and alive == {id(tensor)}
         is_shared = any(last_layer[variable] > number for variable in trainable)
         # A mask does not pass a cut: what is behind it would count what it leaves out.
-        if is_inner and is_single and not is_shared and keras_mask(tensor) is None:
+        if is_inner and is_single and not is_shared and internals.keras_mask(tensor) is None:
             sums = sum(parameters.values()), sum(trainable.values()), 0 if math.isnan(flops) else int(flops)
             cuts.append(Cut(names.get(id(tensor), operation.name), tensor, *sums, model))
     return cuts
 
 
 def _input_of(model: Any) -> Any:
-    """Return the inputs as the model takes them: a tensor, a list or a dict."""
-    return functional_graph(model).input
+    return internals.functional_graph(model).input
 
 
 def unroll(model: Any) -> tuple[Any, dict[int, str]]:
@@ -138,7 +123,7 @@ def unroll(model: Any) -> tuple[Any, dict[int, str]]:
     one of several outputs, to which losses belong by name, would get another name.
     """
     names: dict[int, str] = {}
-    if not any(nested_graph(operation) for operation, _ in topological_nodes(model)):
+    if not any(internals.nested_graph(operation) for operation, _ in internals.topological_nodes(model)):
         return model, names
     try:
         inputs = keras.tree.map_structure(
@@ -153,14 +138,13 @@ def unroll(model: Any) -> tuple[Any, dict[int, str]]:
 
 
 def _unroll(model: Any, inputs: Sequence[Any], names: dict[int, str]) -> list[Any]:
-    """Call the layers of `model` and of models nested in it on symbolic tensors. Return its outputs."""
-    graph = functional_graph(model)
+    graph = internals.functional_graph(model)
     tensors = {id(tensor): value for tensor, value in zip(graph.inputs, inputs, strict=True)}
-    for operation, node in topological_nodes(model):
+    for operation, node in internals.topological_nodes(model):
         if node.is_input:
             continue
         args, kwargs = node.arguments.fill_in(tensors)
-        nested = nested_graph(operation)
+        nested = internals.nested_graph(operation)
         if nested and _is_plain_call(args, kwargs, nested):
             outputs = _unroll(nested, args, names)
             names[id(outputs[0])] = operation.name
@@ -171,10 +155,7 @@ def _unroll(model: Any, inputs: Sequence[Any], names: dict[int, str]) -> list[An
 
 
 def _is_plain_call(args: Sequence[Any], kwargs: Mapping[str, Any], nested: Any) -> bool:
-    """Return whether a nested model is called with a tensor that it does not convert.
-
-    Keras passes the whole model's `training` to it, whatever it was called with.
-    """
+    """Return whether a nested model gets a tensor as it is, and no arguments that change what it computes."""
     (tensor,) = nested.inputs
     return (
         len(args) == 1
@@ -191,10 +172,7 @@ def split_at(cut: Cut) -> tuple[Any, Any]:
 
 
 def frozen_cut(model: Any) -> Cut:
-    """Return the last cut before which nothing is trained, changes its state or is drawn at random.
-
-    Raises NoCutError.
-    """
+    """Return the last cut before which nothing is trained, changed or drawn at random. Raises NoCutError."""
     cuts = find_cuts(model)
     if not cuts:
         raise NoCutError("is not a functional model with a single tensor between two layers")
@@ -215,7 +193,7 @@ def freeze_until(model: Any, name: str) -> bool:
     """Freeze the layer `name` and all that lead to it, in nested models too. Return whether there is one."""
     if not getattr(model, "inputs", None):
         return False
-    for operation, node in topological_nodes(model):
+    for operation, node in internals.topological_nodes(model):
         is_inner = operation.name != name and freeze_until(operation, name)
         if operation.name != name and not is_inner:
             continue
@@ -229,10 +207,7 @@ def freeze_until(model: Any, name: str) -> bool:
 
 
 def _is_constant(prefix: Any) -> bool:
-    """Return whether the same samples always have the same features, in training too.
-
-    What draws random numbers says so by the state of its generator: its draws may be equal by chance.
-    """
+    """Return whether the same samples have the same features in training, and no generator has drawn."""
     generator = np.random.default_rng(0)
 
     def draw(tensor: Any) -> Any:
@@ -240,8 +215,15 @@ def _is_constant(prefix: Any) -> bool:
         return generator.random(shape).astype(np.float32)
 
     samples = keras.tree.map_structure(draw, _input_of(prefix))
-    variables = [variable for layer in flatten_layers(prefix) for variable in non_trainable_state(layer)]
-    variables += [global_seed_generator().state, *(seeds.state for _, seeds in seed_generators(prefix))]
+    variables = [
+        variable
+        for layer in internals.flatten_layers(prefix)
+        for variable in internals.non_trainable_state(layer)
+    ]
+    variables += [
+        internals.global_seed_generator().state,
+        *(seeds.state for seeds in internals.seed_generators(prefix)),
+    ]
     before = [np.asarray(variable.value).copy() for variable in variables]
     outputs = [np.asarray(prefix(samples, training=training)) for training in (True, True, False)]
     after = [np.asarray(variable.value) for variable in variables]

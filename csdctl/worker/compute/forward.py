@@ -2,8 +2,9 @@
 
 from collections.abc import Callable
 
-from csdctl.worker.data.arrays import Array
-from csdctl.worker.engine.forward import BatchedPass, load_forward
+from csdctl.worker.data.arrays import Array, fields_of
+from csdctl.worker.engine.forward import FORWARD, BatchedPass
+from csdctl.worker.engine.step import GraphInfo, load_compiled
 from csdctl.worker.protocol.run_spec import Prefix, Runtime
 
 
@@ -16,7 +17,9 @@ def forward_pass(
     the model cannot be run here, or has no such layer.
     """
     if part.compiled:
-        return BatchedPass(load_forward(part.compiled, runtime), convert)
+        info, session, state = load_compiled(part.compiled, GraphInfo, runtime)
+        function, weights = session.find_all(info.functions)[FORWARD], session.tensors(state)
+        return BatchedPass(lambda samples: function(weights, *fields_of(samples).values()).arrays(), convert)
     # To import it takes a slow node a second.
     from csdctl.worker.compute.compile import keras_pass
 

@@ -14,10 +14,7 @@ from csdctl.worker.engine.step import ROUNDOFFS
 
 
 def flatten_layers(model: Any) -> list[Any]:
-    """Return the layers of `model`, of models nested in it and wrapped ones, each once, in a fixed order.
-
-    `Model.layers` has the top level only.
-    """
+    """Return the layers of `model`, of models nested in it and wrapped ones, each once, in a fixed order."""
     layers = model._flatten_layers(include_self=False, recursive=True)
     return [layer for layer in layers if layer is not model]
 
@@ -40,7 +37,6 @@ def widen(model: Any) -> None:
 
 
 def _make_policy(dtype: str, variable_dtype: str) -> Any:
-    """Return the policy of a layer that computes in `dtype` with weights of another type."""
 
     class Policy(keras.DTypePolicy):  # type: ignore[misc]
         @property
@@ -51,23 +47,14 @@ def _make_policy(dtype: str, variable_dtype: str) -> Any:
 
 
 def non_trainable_state(layer: Any) -> list[Any]:
-    """Return the non-trainable variables of `layer`, without its sublayers and without frozen weights.
-
-    `non_trainable_variables` has all of them.
-    """
+    """Return the non-trainable variables of `layer` without its sublayers and without frozen weights."""
     return list(layer._non_trainable_variables)
 
 
-def seed_generators(model: Any) -> list[tuple[str, Any]]:
-    """Return the seed generators of `model` and its layers, with the layers' names, in a fixed order.
-
-    They are the random states of dropout and augmentation. There is no public list.
-    """
-    return [
-        (layer.name, generator)
-        for layer in (*flatten_layers(model), model)
-        for generator in getattr(layer, "_seed_generators", ())
-    ]
+def seed_generators(model: Any) -> list[Any]:
+    """Return the seed generators of `model` and its layers, in a fixed order. There is no public list."""
+    layers = *flatten_layers(model), model
+    return [generator for layer in layers for generator in getattr(layer, "_seed_generators", ())]
 
 
 def global_seed_generator() -> Any:
@@ -88,18 +75,12 @@ def compute_loss(
 
 
 def compiled_loss(model: Any, targets: Any, predictions: Any, weights: Any) -> Any:
-    """Return the loss of compile() without what layers add. None if the model was compiled without one.
-
-    `compute_loss` cannot add the losses of layers to it when these compute in 16 bits.
-    """
+    """Return the loss of compile(), without what layers add, whatever types they compute in. None without."""
     return None if model._compile_loss is None else model._compile_loss(targets, predictions, weights)
 
 
 def loss_trackers(model: Any) -> list[Any]:
-    """Return the metrics that average the loss of each output. A model with one output has none.
-
-    They count batches, not samples, when the size of a batch is not known beforehand.
-    """
+    """Return the metrics that average the loss of each output of several, and count batches."""
     return list(model._compile_loss.metrics) if model._compile_loss is not None else []
 
 
@@ -109,10 +90,7 @@ def loss_of(model: Any) -> float:
 
 
 def compile_arguments(model: Any) -> dict[str, Any]:
-    """Return what the model was compiled with, by the names of compile()'s arguments. {} if it was not.
-
-    `get_compile_config` serializes them, which fails for losses that are not at the top level of a module.
-    """
+    """Return what the model was compiled with, not serialized, by compile()'s arguments. {} if it was not."""
     compiled = getattr(model, "_compile_config", None)
     return dict(compiled.config) if model.compiled and compiled is not None else {}
 
@@ -192,7 +170,6 @@ def find_globals(model: Any) -> list[Any]:
 
 
 def _python_function(step: Any) -> Any:
-    """Return the function of a method, or of a tf.function."""
     function = getattr(step, "__func__", step)
     return getattr(function, "python_function", function)
 
@@ -225,10 +202,7 @@ def functional_graph(model: Any) -> Any:
 
 
 def nested_graph(operation: Any) -> Any:
-    """Return the graph of a model with one input and one output that is a layer of another. None for others.
-
-    A class of the user's own may compute more than its graph.
-    """
+    """Return the graph of a layer that is a plain model with one input and one output, else None."""
     graph = functional_graph(operation) if _calls_graph(operation) else None
     return graph if graph is not None and len(graph.inputs) == len(graph.outputs) == 1 else None
 
@@ -249,10 +223,7 @@ def _calls_graph(operation: Any) -> bool:
 
 
 def topological_nodes(model: Any) -> list[tuple[Any, Any]]:
-    """Return the operations of a functional or sequential model with their nodes, inputs first.
-
-    The public list of layers does not say which tensors go where.
-    """
+    """Return the operations of a functional or sequential model with their nodes, inputs first."""
     nodes_by_depth = functional_graph(model)._nodes_by_depth
     return [
         (node.operation, node)

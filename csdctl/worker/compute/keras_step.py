@@ -27,7 +27,7 @@ class KerasStep:
 
     def __init__(self, model: Any, recipe: Recipe, engine: StepEngine, example: tuple[Array, Array]) -> None:
         """`engine`: of the same model, whose random states and rate are used. `example`: n may be 0."""
-        self.engine, self._recipe, self.model = engine, recipe, model
+        self.engine, self.model = engine, model
         has_validation = EVALUATE in engine.info.functions
         self._compiler: Any = make_compiler(
             model, recipe, example, has_noise=engine.has_noise, has_validation=has_validation
@@ -35,7 +35,7 @@ class KerasStep:
         if len(self._compiler.variables) < len(engine.info.variables):
             trace(self._compiler)  # which finds variables that neither model nor optimizer knows
         self._variables = self._compiler.variables
-        self.layout = replace(engine.info, has_summed=False).layout
+        self.layout = replace(engine.layout, has_summed=False)
         """The layout of `vector`, in which what is a mean and what is summed are one, as in Keras."""
         self._unused: set[int] = set()
 
@@ -79,7 +79,6 @@ class KerasStep:
         self.model.reset_metrics()
 
     def _compute(self, images: Array, labels: Array) -> Array:
-        """Return the vector of a micro-batch by Keras' train_step, whose gradients are not applied."""
         model, layout, statistics = self.model, self.layout, self._compiler.statistics
         before, divisors, applied = statistics.read(), dict[Any, Any](), list[Any]()
         batch = self._unpack(images, labels)
@@ -87,7 +86,7 @@ class KerasStep:
         with mock.patch.object(optimizer, "apply_gradients", applied.extend), noting_divisors(divisors):
             model.train_step(batch)
         counted = [divisor for divisor, _ in divisors.values() if divisor is not None]
-        is_counted = counted and not self.engine.has_noise and self.engine.info.has_loss_count
+        is_counted = counted and not self.engine.has_noise and self.engine.layout.has_loss_count
         count = float(counted[0]) if is_counted else float(len(images))
         self._unused = {id(variable) for gradient, variable in applied if gradient is None}
         flat = [
@@ -103,9 +102,8 @@ class KerasStep:
         return vector
 
     def _unpack(self, images: Array, labels: Array) -> tuple[Any, Any, Any]:
-        """Return a batch as Keras' train_step takes it: inputs, targets and weights."""
         model = self.model
-        inputs = inputs_of(model, as_tensors(images), self._recipe.input_range)
+        inputs = inputs_of(model, as_tensors(images), self._compiler.recipe.input_range)
         predictions = getattr(model, "output", None) if getattr(model, "outputs", None) else None
         predictions = model(inputs, training=False) if predictions is None else predictions
         targets = self._compiler.objective.targets(as_tensors(labels), predictions, training=True)
@@ -135,10 +133,8 @@ class KerasStep:
     ) -> Array:
         engine, layout = self.engine, self.engine.layout
         vector = np.array(engine.local_sums(images, labels, totals), np.float64)
-        if not len(images):
-            return np.zeros(layout.step_size)
         self._begin(values)
-        samples = unpack(as_tensors(images), as_tensors(labels), self._recipe.input_range)
+        samples = unpack(as_tensors(images), as_tensors(labels), self._compiler.recipe.input_range)
         step = self.model.train_step
         with self._recording(totals) as gradients, repeatable_draws(tf.constant(engine.draw)):
             getattr(step, "python_function", step)(samples)

@@ -20,44 +20,19 @@ from unittest import mock
 
 import numpy as np
 
+from csdctl.worker.compute import keras_internals as internals
+from csdctl.worker.compute import user_code
 from csdctl.worker.compute.backend import apply_settings, keras, keras_settings, load_backend, load_settings
 from csdctl.worker.compute.cuts import NoCutError, count_flops, find_cuts, frozen_cut, split_at
-from csdctl.worker.compute.keras_internals import (
-    compile_arguments,
-    compute_type,
-    constant_rate,
-    find_optimizers,
-    flatten_layers,
-    non_trainable_state,
-)
 from csdctl.worker.compute.own_step import has_own_step
 from csdctl.worker.compute.recipe import compile_model, is_own, name_of
-from csdctl.worker.compute.user_code import (
-    find_objects,
-    import_packed,
-    import_roots,
-    imported_beside,
-    load_function,
-    missing_packages,
-    run_user_code,
-)
 from csdctl.worker.data.arrays import save_arrays
 from csdctl.worker.data.file_hash import check_stored
 from csdctl.worker.engine.keras_file import saving
 from csdctl.worker.process.errors import JobError, WorkerError, describe
+from csdctl.worker.protocol import model_info
 from csdctl.worker.protocol.datasets import as_inputs
 from csdctl.worker.protocol.json_codec import from_dict, to_json
-from csdctl.worker.protocol.model_info import (
-    BUILDER,
-    SETTINGS,
-    BuildRequest,
-    BuildSpec,
-    FeatureInfo,
-    ModelInfo,
-    OutputInfo,
-    OwnCompile,
-    find_unsaved,
-)
 from csdctl.worker.protocol.recipe import Recipe
 from csdctl.worker.protocol.run_spec import UserCode
 
@@ -65,17 +40,14 @@ COMPILED = ("optimizer", "loss", "loss_weights", "metrics", "weighted_metrics")
 """The arguments of compile() that training depends on."""
 
 
-def build(request: BuildRequest) -> ModelInfo:
-    """Build and compile a model. Write architecture.json and weights.npz to the request's `output`.
-
-    Raises WorkerError with exit code 2 if the model cannot be found, built, compiled or transferred.
-    """
+def build(request: model_info.BuildRequest) -> model_info.ModelInfo:
+    """Build and compile a model, and write it to the request's `output`. Raises WorkerError, exit code 2."""
     spec, output = request.spec, Path(request.output)
     reference, recipe = spec.reference, spec.recipe
     load_backend()
     load_settings(Path(spec.directory))
     keras.utils.set_random_seed(recipe.seed)  # for what files draw when they are imported
-    import_roots(spec.code_roots)
+    user_code.import_roots(spec.code_roots)
     keras.utils.set_random_seed(recipe.seed)
     model = _find(spec)
     if not isinstance(model, keras.Model):
@@ -84,12 +56,12 @@ def build(request: BuildRequest) -> ModelInfo:
     if not _is_built(model):
         if not spec.sample_shapes:
             losses = [term.name for term in recipe.losses.values()] or [name_of(_loss_of(model, None))]
-            outputs = tuple(OutputInfo("", (), "", name, is_known=False) for name in losses)
-            return ModelInfo(reference, {}, 0, 0, outputs=outputs, is_built=False)
+            outputs = tuple(model_info.OutputInfo("", (), "", name, is_known=False) for name in losses)
+            return model_info.ModelInfo(reference, {}, 0, 0, outputs=outputs, is_built=False)
         _build_by_call(model, spec)
     if not model.trainable_variables:
         raise JobError(f"{reference}: the model has no trainable variables")
-    layers = flatten_layers(model)
+    layers, scaling = internals.flatten_layers(model), (keras.layers.Rescaling, keras.layers.Normalization)
     if any(getattr(layer, "stateful", False) for layer in layers):
         problem = "a layer has stateful=True, and other ranks have the samples of its last batch"
         raise JobError(f"{reference}: {problem}", "use stateful=False, with a whole sequence in a sample")
@@ -105,7 +77,7 @@ def build(request: BuildRequest) -> ModelInfo:
     by_name = structure if isinstance(structure, dict) else by_name
     shapes = {name: _shape(tensor) for name, tensor in by_name.items()}
     integers = {name: tensor.dtype for name, tensor in by_name.items() if "int" in tensor.dtype}
-    return ModelInfo(
+    return model_info.ModelInfo(
         name=reference,
         inputs=shapes or {name: tuple(shape) for name, (_, shape) in spec.sample_shapes.items()},
         max_inputs={name: np.iinfo(dtype).max for name, dtype in integers.items()},
@@ -118,17 +90,17 @@ def build(request: BuildRequest) -> ModelInfo:
         recipe=resolved,
         needs_code=needs_code,
         compiled=compiled,
-        has_16_bits="16" in compute_type(model),
-        scaling_layers=tuple(_describe_layer(layer) for layer in layers if is_scaling(layer)),
+        has_16_bits="16" in internals.compute_type(model),
+        scaling_layers=tuple(_describe_layer(layer) for layer in layers if isinstance(layer, scaling)),
         features=features,
         no_features=no_features,
         cuts=() if has_step else tuple(cut.describe() for cut in find_cuts(model)),
     )
 
 
-def describe_compile(model: Any) -> OwnCompile | None:
+def describe_compile(model: Any) -> model_info.OwnCompile | None:
     """Return what `model` was compiled with, None if it was not."""
-    compiled = compile_arguments(model)
+    compiled = internals.compile_arguments(model)
     if not compiled:
         return None
     # One, several, or by output.
@@ -136,19 +108,14 @@ def describe_compile(model: Any) -> OwnCompile | None:
     names = tuple(name_of(metric) for metric in metrics if metric is not None)
     optimizer = keras.optimizers.get(compiled.get("optimizer"))
     if optimizer is None:
-        return OwnCompile("", 0.0, "", names)
+        return model_info.OwnCompile("", 0.0, "", names)
     optimizer = getattr(optimizer, "inner_optimizer", optimizer)  # of a model with float16
     rate, schedule = optimizer.get_config()["learning_rate"], ""
     if isinstance(rate, dict):
         schedule = str(rate.get("class_name", ""))
         rate = optimizer.learning_rate  # the first
     rate = float(f"{float(rate):.7g}")  # as it was written: Keras keeps a float32
-    return OwnCompile(type(optimizer).__name__, rate, schedule, names)
-
-
-def is_scaling(layer: Any) -> bool:
-    """Return whether a layer scales what it is given."""
-    return isinstance(layer, keras.layers.Rescaling | keras.layers.Normalization)
+    return model_info.OwnCompile(type(optimizer).__name__, rate, schedule, names)
 
 
 def _describe_layer(layer: Any) -> str:
@@ -171,11 +138,11 @@ def _compile(model: Any, recipe: Recipe) -> Recipe:
             f"{type(model).__name__} has its own train_step, which recipe.{wrong[0]} cannot change",
             "pass it to compile() in the function that builds the model",
         )
-    optimizers = find_optimizers(model)
+    optimizers = internals.find_optimizers(model)
     is_compiled = type(model).compile is keras.Model.compile and model.compiled
     if is_compiled and any(optimizer is model.optimizer for optimizer in optimizers):
         return compile_model(model, recipe)
-    rates = [rate for rate in map(constant_rate, optimizers) if rate]
+    rates = [rate for rate in map(internals.constant_rate, optimizers) if rate]
     if recipe.learning_rate is None and not optimizers:
         raise JobError(
             f"{type(model).__name__} has no Keras optimizer as an attribute, and its step uses none",
@@ -191,11 +158,11 @@ def _compile(model: Any, recipe: Recipe) -> Recipe:
     return recipe
 
 
-def _write_parts(model: Any, architecture: str, output: Path) -> tuple[FeatureInfo | None, str]:
+def _write_parts(model: Any, architecture: str, output: Path) -> tuple[model_info.FeatureInfo | None, str]:
     """Write the model's frozen prefix and its head. Return what is known of them, or why there are none."""
     if has_own_step(model):
         return None, "has its own train_step"
-    if BUILDER in json.loads(architecture):
+    if model_info.BUILDER in json.loads(architecture):
         return None, "cannot be rebuilt from its configuration"
     try:
         cut = frozen_cut(model)
@@ -203,7 +170,7 @@ def _write_parts(model: Any, architecture: str, output: Path) -> tuple[FeatureIn
         # The state of the head's optimizer becomes that of the whole model's, in this order.
         if list(map(id, head.trainable_variables)) != list(map(id, model.trainable_variables)):
             raise NoCutError("has trainable weights in a different order than its head")
-        head.compile(**compile_arguments(model))
+        head.compile(**internals.compile_arguments(model))
         texts = [part.to_json() for part in (prefix, head)]
     except NoCutError as error:
         return None, str(error)
@@ -214,48 +181,42 @@ def _write_parts(model: Any, architecture: str, output: Path) -> tuple[FeatureIn
         save_weights(output / f"{name}.npz", part.get_weights())
     places = {id(variable): number for number, variable in enumerate(model.weights)}
     head_weights = tuple(places[id(variable)] for variable in head.weights)
-    return FeatureInfo(cut.layer, _shape(cut.tensor), head_weights), ""
+    return model_info.FeatureInfo(cut.layer, _shape(cut.tensor), head_weights), ""
 
 
 def with_settings(architecture: str) -> str:
     """Return the architecture with the Keras settings of this process, which is the host's."""
-    return json.dumps({SETTINGS: keras_settings(), **json.loads(architecture)})
+    return json.dumps({model_info.SETTINGS: keras_settings(), **json.loads(architecture)})
 
 
 def find_stateful_layers(model: Any) -> tuple[str, ...]:
-    """Return names of the layers of `model` that keep state of the samples they train on.
-
-    State that is not known to be constant counts too: layers do not declare what changes it.
-    """
+    """Return names of the layers that keep state of their samples, or state that may not be constant."""
     names = []
-    for layer in flatten_layers(model):
+    for layer in internals.flatten_layers(model):
         is_constant = isinstance(layer, keras.layers.Normalization) or (
             isinstance(layer, keras.layers.BatchNormalization) and not layer.trainable
         )
-        if getattr(layer, "stateful", False) or (non_trainable_state(layer) and not is_constant):
+        if internals.non_trainable_state(layer) and not is_constant:
             names.append(_describe_layer(layer))
     return tuple(names)
 
 
 def load(architecture: Path, weights: Path, code: UserCode | None = None) -> Any:
-    """Return the compiled Keras model that `build` wrote.
-
-    Raises WorkerError if it cannot be built here, or a file is not what csdctl sent.
-    """
+    """Return the compiled model that `build` wrote. Raises WorkerError if that is not possible here."""
     for file in (architecture, weights, *([code.archive] if code else [])):
         check_stored(str(file))
-    objects = import_packed(code.archive, code.modules) if code else {}
+    objects = user_code.import_packed(code.archive, code.modules) if code else {}
     try:
         text = architecture.read_text()
         with keras.saving.custom_object_scope(objects):
             content = json.loads(text)
-            apply_settings(**content[SETTINGS])
-            if builder := content.get(BUILDER):
-                model = _build_again(from_dict(BuildSpec, builder))
+            apply_settings(**content[model_info.SETTINGS])
+            if builder := content.get(model_info.BUILDER):
+                model = _build_again(from_dict(model_info.BuildSpec, builder))
             else:
                 model = _from_json(text, is_trusted=bool(objects))
         model.set_weights(load_weights(weights))
-        for layer in flatten_layers(model):
+        for layer in internals.flatten_layers(model):
             if isinstance(layer, keras.layers.Normalization):  # this derives what it computes with
                 layer.finalize_state()
     except WorkerError:
@@ -263,7 +224,7 @@ def load(architecture: Path, weights: Path, code: UserCode | None = None) -> Any
     except OSError as error:
         raise WorkerError(f"the model cannot be read: {error}", remedy="run `csdctl deploy` again") from None
     except Exception as error:
-        if missing := missing_packages(text):
+        if missing := user_code.missing_packages(text):
             raise JobError(
                 f"has no {', '.join(missing)}, which the model needs",
                 "install it on all machines; if it is your own, list it in `code` of job.yaml",
@@ -323,8 +284,7 @@ def _revive(model: Any, content: dict[str, Any], *, is_trusted: bool) -> None:
     model.get_compile_config = lambda: compiled
 
 
-def _build_again(spec: BuildSpec) -> Any:
-    """Return the model as on the host, by the user's function in the job's code."""
+def _build_again(spec: model_info.BuildSpec) -> Any:
     keras.utils.set_random_seed(spec.recipe.seed)
     model = _find(spec)
     if not _is_built(model):
@@ -347,10 +307,7 @@ def load_weights(path: Path) -> list[Any]:
 
 
 def save_model(model: Any, path: Path) -> Path:
-    """Save `model` to `path`. Returns that, or the path of a .weights.h5 beside it.
-
-    Keras cannot save a model whose class has no get_config, which its function builds on every rank.
-    """
+    """Save `model` to `path`, or its weights beside it if Keras cannot save its class. Return the path."""
     try:
         with saving(path) as partial:
             model.save(partial)
@@ -365,7 +322,7 @@ def save_model(model: Any, path: Path) -> Path:
     return path
 
 
-def _find(spec: BuildSpec) -> Any:
+def _find(spec: model_info.BuildSpec) -> Any:
     reference, arguments = spec.reference, spec.arguments
     place, _, name = reference.partition(":")
     if reference.endswith(".keras"):
@@ -375,9 +332,11 @@ def _find(spec: BuildSpec) -> Any:
         if not callable(function):
             raise JobError(f"keras.applications has no model {name!r}")
     else:
-        function = load_function(reference)
+        function = user_code.load_function(reference)
     file = Path(reference.rpartition(":")[0])
-    model = run_user_code(f"{reference}({json.dumps(arguments)})", lambda: function(**arguments), file=file)
+    model = user_code.run_user_code(
+        f"{reference}({json.dumps(arguments)})", lambda: function(**arguments), file=file
+    )
     if spec.step:
         _set_step(model, spec.step)
     return model
@@ -385,7 +344,7 @@ def _find(spec: BuildSpec) -> Any:
 
 def _set_step(model: Any, reference: str) -> None:
     """Let a function step(model, batch) of the user's take the place of train_step. Raises JobError."""
-    function = load_function(reference)
+    function = user_code.load_function(reference)
     function = getattr(function, "python_function", function)  # of a tf.function
     try:
         inspect.signature(function).bind(model, None)
@@ -397,17 +356,15 @@ def _set_step(model: Any, reference: str) -> None:
     model.train_step = MethodType(function, model)
 
 
-def _is_named(file: Path, spec: BuildSpec) -> bool:
-    """Return whether the job names a file of code, or a directory above it."""
+def _is_named(file: Path, spec: model_info.BuildSpec) -> bool:
     return any(file.is_relative_to(Path(root).resolve()) for root in spec.code_roots)
 
 
-def _find_named(spec: BuildSpec) -> dict[str, Any]:
-    """Return classes and functions of the code that the job names, by name."""
-    return find_objects(lambda file: _is_named(Path(file), spec))
+def _find_named(spec: model_info.BuildSpec) -> dict[str, Any]:
+    return user_code.find_objects(lambda file: _is_named(Path(file), spec))
 
 
-def _load_file(spec: BuildSpec) -> Any:
+def _load_file(spec: model_info.BuildSpec) -> Any:
     """Return the model of a .keras file, which is data: it finds only the code that the job names."""
     try:
         with keras.saving.custom_object_scope(_find_named(spec)), _reviving():
@@ -425,25 +382,21 @@ def _load_file(spec: BuildSpec) -> Any:
 def _is_built(model: Any) -> bool:
     """Return whether all variables exist. A model with its own train_step need not be called itself."""
     is_built = bool(model.built) or has_own_step(model)
-    return is_built and all(layer.built for layer in flatten_layers(model))
+    return is_built and all(layer.built for layer in internals.flatten_layers(model))
 
 
-def _build_by_call(model: Any, spec: BuildSpec) -> None:
-    """Build a subclassed model by calling it on samples of the data's shapes."""
+def _build_by_call(model: Any, spec: model_info.BuildSpec) -> None:
     samples = {name: np.zeros((2, *shape), dtype) for name, (dtype, shape) in spec.sample_shapes.items()}
-    run_user_code(f"calling {spec.reference}'s model", lambda: model(as_inputs(samples)))
+    user_code.run_user_code(f"calling {spec.reference}'s model", lambda: model(as_inputs(samples)))
 
 
-def _to_json(model: Any, spec: BuildSpec) -> tuple[bool, str]:
-    """Return whether the nodes need the job's code, and the model as JSON.
-
-    Raises WorkerError, exit code 2, if it cannot be rebuilt from that JSON.
-    """
+def _to_json(model: Any, spec: model_info.BuildSpec) -> tuple[bool, str]:
+    """Return whether the nodes need the job's code, and the model as JSON. Raises WorkerError."""
     reference = spec.reference
     if has_own_step(model) and is_own(reference):
         # Its configuration rarely has what its own __init__ and compile() take.
         return True, _describe_builder(spec)
-    for layer in flatten_layers(model):
+    for layer in internals.flatten_layers(model):
         if getattr(layer, "input_vocabulary", "") is None:
             raise JobError(
                 f"{reference}: the vocabulary that {layer.name} was adapted to is not in its configuration",
@@ -478,27 +431,24 @@ def _to_json(model: Any, spec: BuildSpec) -> tuple[bool, str]:
 
 def _check_rebuilt(model: Any, text: str, *, is_trusted: bool) -> None:
     """Raise an error if a model cannot be rebuilt from its JSON `text`, or if anything of it is lost."""
-    if lost := find_unsaved(model, _from_json(text, is_trusted=is_trusted)):
+    if lost := model_info.find_unsaved(model, _from_json(text, is_trusted=is_trusted)):
         raise ValueError(lost)
 
 
-def _describe_builder(spec: BuildSpec, error: Exception | None = None) -> str:
-    """Return, as JSON, how every rank builds the model with the user's function. `error`: why from its code.
-
-    Raises WorkerError, exit code 2, for a model that no function of the user's builds.
-    """
+def _describe_builder(spec: model_info.BuildSpec, error: Exception | None = None) -> str:
+    """Return, as JSON, how ranks build the model by the user's function. `error`: why. Raises JobError."""
     if error and not is_own(spec.reference):
         raise JobError(
             f"{spec.reference}: cannot be rebuilt from its configuration: {describe(error)}",
             "give its own layers get_config(), and list their files in `code` of job.yaml",
         ) from None
     _check_named(spec)
-    return json.dumps({BUILDER: json.loads(to_json(spec))})
+    return json.dumps({model_info.BUILDER: json.loads(to_json(spec))})
 
 
-def _check_named(spec: BuildSpec) -> None:
+def _check_named(spec: model_info.BuildSpec) -> None:
     """Raise WorkerError if the model imported files of the user's that the nodes would not get."""
-    missing = [file for file in imported_beside(Path(spec.directory)) if not _is_named(file, spec)]
+    missing = [file for file in user_code.imported_beside(Path(spec.directory)) if not _is_named(file, spec)]
     if missing:
         names = ", ".join(str(file.relative_to(Path(spec.directory).resolve())) for file in missing[:5])
         raise JobError(
@@ -507,16 +457,16 @@ def _check_named(spec: BuildSpec) -> None:
         )
 
 
-def _describe_outputs(model: Any) -> tuple[OutputInfo, ...]:
+def _describe_outputs(model: Any) -> tuple[model_info.OutputInfo, ...]:
     """Return the outputs in the model's order. Of a subclassed model nothing is known before it is called."""
     outputs = getattr(model, "outputs", None)
     if not outputs:
-        return (OutputInfo("", (), "", name_of(_loss_of(model, None)), is_known=False),)
+        return (model_info.OutputInfo("", (), "", name_of(_loss_of(model, None)), is_known=False),)
     names = list(model.output_names) if len(outputs) > 1 else [""]
     layers = {layer.name: layer for layer in model.layers}
     losses = [_loss_of(model, name or None) for name in names]
     return tuple(
-        OutputInfo(
+        model_info.OutputInfo(
             name,
             _shape(tensor),
             _activation(model.layers[-1] if len(outputs) == 1 else layers.get(name)),
@@ -529,7 +479,6 @@ def _describe_outputs(model: Any) -> tuple[OutputInfo, ...]:
 
 
 def _loss_of(model: Any, output: str | None) -> Any:
-    """Return the loss of an output as compile() takes it, None if it has none."""
     loss = getattr(model, "loss", None)
     if isinstance(loss, dict):
         loss = loss.get(output)

@@ -3,8 +3,8 @@
 Keras' loss is a mean over the batch: over samples, over time steps or pixels of each, with weights, of
 several outputs. Multiplied by the count that it was divided by, it becomes a sum that ranks can add.
 
-A Keras metric is a state that batches add to (mean, accuracy, AUC, precision, recall, confusion matrices). So
-states can be summed over ranks: the result of their sum is the one of a single process with all samples.
+A Keras metric is a state that batches add to. The result of the sum of the ranks' states is the one of a
+single process with all samples.
 """
 
 import math
@@ -16,14 +16,8 @@ from unittest import mock
 
 import numpy as np
 
+from csdctl.worker.compute import keras_internals as internals
 from csdctl.worker.compute.backend import keras, tf
-from csdctl.worker.compute.keras_internals import (
-    compiled_loss,
-    compute_loss,
-    loss_trackers,
-    noting_divisors,
-    run_symbolically,
-)
 from csdctl.worker.data.arrays import Array, map_fields
 from csdctl.worker.engine.step import LOSS, Slice
 from csdctl.worker.process.errors import JobError
@@ -53,10 +47,7 @@ class MetricStates:
             variable.assign(initial)
 
     def read(self, of_batches: Iterable[tuple[Any, Any]]) -> list[Any]:
-        """Return what a batch added since `reset`, flat, float32. Inside a graph.
-
-        `of_batches`: the metrics that count batches, and for what the batch counts.
-        """
+        """Return what a batch added. `of_batches`: metrics that count batches, and for what one counts."""
         counts = {id(variable): count for metric, count in of_batches for variable in metric.variables}
         added = []
         for variable, initial in zip(self.variables, self._initial, strict=True):
@@ -65,10 +56,7 @@ class MetricStates:
         return added
 
     def results(self, states: Any) -> list[tuple[Slice, Any]]:
-        """Return the results for a summed state, a tensor of shape (size,). Inside a graph.
-
-        With the name of each, at most MAX_RESULTS of one metric, and where its metric has its state.
-        """
+        """Return the results of summed states, shape (size,), with their names and places of states."""
         parts = tf.split(states, [initial.size for initial in self._initial])
         for part, variable, initial in zip(parts, self.variables, self._initial, strict=True):
             value = tf.reshape(part, initial.shape) + tf.cast(initial, tf.float32)
@@ -98,9 +86,7 @@ class BatchLoss:
     loss_count: Any
     """Divisor of the mean: samples, or unmasked elements."""
     samples: Any
-    """The number of samples, float32."""
     states: list[Any]
-    """The metrics' states, flat."""
 
 
 class Objective:
@@ -118,7 +104,7 @@ class Objective:
         self._of_batches: list[Any] = []
         with noting_batches(self._of_batches):  # creates the state of losses and metrics, as the first batch
             symbols = tf.nest.map_structure(symbolic, self.signature)
-            run_symbolically(lambda *batch: self._run_model(*batch, with_metrics=True)[0], *symbols)
+            internals.run_symbolically(lambda *batch: self._run_model(*batch, with_metrics=True)[0], *symbols)
         self.metrics = MetricStates([metric for metric in model.metrics if metric.name != LOSS])
 
     def forward(self, samples: Any, labels: Any, *, training: bool) -> BatchLoss:
@@ -130,7 +116,7 @@ class Objective:
             mean, summed = mean + summed / count, None
         loss_count = count if divisor is None else divisor
         of_batches = [(metric, count) for metric in self._of_batches]
-        of_batches += [(metric, loss_count) for metric in loss_trackers(self._model)]
+        of_batches += [(metric, loss_count) for metric in internals.loss_trackers(self._model)]
         return BatchLoss(mean, summed, loss_count, count, self.metrics.read(of_batches))
 
     def loss(self, samples: Any, labels: Any) -> Any:
@@ -147,11 +133,11 @@ class Objective:
         predictions = model(inputs, training=training)
         targets, weights = self.targets(labels, predictions, training=training)
         by_key: dict[Any, tuple[Any, Any]] = {}
-        with noting_divisors(by_key):
+        with internals.noting_divisors(by_key):
             if type(model).compute_loss is keras.Model.compute_loss:
-                mean, summed = self._add_losses(compiled_loss(model, targets, predictions, weights))
+                mean, summed = self._add_losses(internals.compiled_loss(model, targets, predictions, weights))
             else:
-                loss = compute_loss(model, inputs, targets, predictions, weights, training=training)
+                loss = internals.compute_loss(model, inputs, targets, predictions, weights, training=training)
                 mean, summed = keras.ops.cast(loss, "float32"), None
         divisors = [] if self._is_per_sample else [divisor for divisor, _ in by_key.values()]
         if len(divisors) > 1:
@@ -167,10 +153,7 @@ class Objective:
         return mean, summed, divisor
 
     def _add_losses(self, compiled: Any) -> tuple[Any, Any]:
-        """Return the loss of compile() and of layers as Keras adds them, but whatever types they have.
-
-        First the sum of the means, then the sum of what has a value for each sample, or None.
-        """
+        """Return the sum of the losses that are means, and of those with a value for each sample, or None."""
         ops = keras.ops
         means: list[Any] = [] if compiled is None else [compiled]
         of_samples: list[Any] = []
@@ -209,7 +192,6 @@ class Objective:
         return labels, weights
 
     def _weigh_classes(self, labels: Any) -> Any:
-        """Return the weight of each label's class. Classes that are not named have the weight 1."""
         if isinstance(labels, dict | list):
             raise JobError("recipe.class_weight is for models with one output")
         table = np.ones(max(map(int, self._class_weights)) + 2, np.float32)

@@ -22,20 +22,16 @@ from dataclasses import replace
 from typing import Any
 from unittest import mock
 
+from csdctl.worker.compute import keras_internals as internals
 from csdctl.worker.compute.backend import STATE, keras, tf
-from csdctl.worker.compute.keras_internals import (
-    build_symbolically,
-    constant_rate,
-    find_globals,
-    optimizer_classes,
-)
 from csdctl.worker.compute.objective import MetricStates, noting_batches, scale, specs_of, symbolic
-from csdctl.worker.compute.statistics import find_generators, pooled_spread
-from csdctl.worker.compute.step_compiler import Compiler
-from csdctl.worker.compute.trace import GraphBuilder, Values, run_eagerly, unflatten
+from csdctl.worker.compute.step_compiler import Compiler, find_random_states, pooled_spread
+from csdctl.worker.compute.trace import GraphBuilder, run_eagerly, unflatten
+from csdctl.worker.compute.user_code import explaining
 from csdctl.worker.data.arrays import Array
+from csdctl.worker.engine.layout import VectorLayout
 from csdctl.worker.engine.step import EVALUATE, OWN, StepInfo, SumInfo
-from csdctl.worker.process.errors import JobError, WorkerError, describe
+from csdctl.worker.process.errors import JobError
 from csdctl.worker.protocol.datasets import INPUT, OUTPUT, SAMPLE_WEIGHT, is_position
 from csdctl.worker.protocol.recipe import Recipe
 
@@ -53,17 +49,17 @@ class OwnStepCompiler(Compiler):
     ) -> None:
         """`example` as of StepCompiler. Raises WorkerError, exit code 2, if ranks cannot take the step."""
         super().__init__(model, recipe)
-        self.generators = find_generators(model, find_globals(model))
+        self.random_states = find_random_states(model, internals.find_globals(model))
         self.signature = specs_of(example)
         self._has_validation = has_validation
         self._name = f"{getattr(model.train_step, '__name__', 'train_step')} of {type(model).__name__}"
         samples, labels = tf.nest.map_structure(symbolic, self.signature)
-        build_symbolically(model, unpack(samples, labels, recipe.input_range))
+        internals.build_symbolically(model, unpack(samples, labels, recipe.input_range))
         self.optimizers = self._create()
-        values = (*model.metrics, *find_globals(model))
+        values = (*model.metrics, *internals.find_globals(model))
         metrics = {id(value): value for value in values if isinstance(value, keras.metrics.Metric)}
         self.metric_states = MetricStates(list(metrics.values()))
-        rates = [constant_rate(optimizer) for optimizer in self.optimizers]
+        rates = [internals.constant_rate(optimizer) for optimizer in self.optimizers]
         if len(rates) == 1 and rates[0] and recipe.learning_rate:
             rates[0] = recipe.learning_rate
         self.first_rate = recipe.learning_rate or next((rate for rate in rates if rate), 1.0)
@@ -85,18 +81,20 @@ class OwnStepCompiler(Compiler):
             with explaining(f"test_step of {type(self.model).__name__} fails", remedy):
                 self._add(builder, (EVALUATE,), self._evaluate, "seeds samples labels")
         sums = tuple(self._traced.sums)
+        layouts = [part.layout for part in sums]
         return self._describe(
             builder,
-            num_gradients=sum(part.num_gradients for part in sums),
-            num_statistics=sum(part.num_states for part in sums),
-            num_states=sums[-1].num_others - 1,
+            VectorLayout(
+                sum(layout.num_gradients for layout in layouts),
+                sum(layout.num_statistics for layout in layouts),
+                layouts[-1].num_states,
+            ),
             sums=sums,
             logs=tuple(self._logs),
             updated=self._find_updated(),
         )
 
     def _find_updated(self) -> tuple[tuple[int, ...], ...]:
-        """Return the places of the variables that optimizers train, then of each optimizer's own."""
         places = {id(variable): place for place, variable in enumerate(self.variables)}
         applied = self._traced.applied
         optimizers = {id(optimizer): optimizer for optimizer, _ in applied}.values()
@@ -141,15 +139,8 @@ class OwnStepCompiler(Compiler):
         self, state: Any, seeds: Any, draw: Any, rate: Any, weight: Any, count: Any, *batch: Any
     ) -> list[Any]:
         with self._given(state, seeds, rate):
-            self._traced = Interception(
-                self._builder,
-                self._values,
-                self.variables,
-                passing=[*self.random_states, *self.metric_states.variables],
-                of_rank=[seeds, draw, weight, count, *tf.nest.flatten(batch)],
-                weight=weight * count,
-                of_sample=weight,
-            )
+            of_rank = [seeds, draw, weight, count, *tf.nest.flatten(batch)]
+            self._traced = Interception(self, of_rank, weight=weight * count, of_sample=weight)
             self.metric_states.reset()
             with self._traced.active(draw):
                 logs = self._call(self.model.train_step, *batch)
@@ -159,7 +150,7 @@ class OwnStepCompiler(Compiler):
             self._logs = list(numbers)
             results = [state * weight for state in states]
             results += [tf.cast(value, tf.float32) * (weight * count) for value in numbers.values()]
-            self._traced.sum([], results, "states and logs")
+            self._traced.sum([], results)
             return self._new_state()
 
     def _check_draws(self) -> None:
@@ -186,7 +177,6 @@ class OwnStepCompiler(Compiler):
             return tf.concat([*states, *(tf.reshape(number, [1]) for number in (*numbers, count))], axis=0)
 
     def _call(self, code: Any, samples: Any, labels: Any) -> Any:
-        """Call a step with one batch as Keras' fit does."""
         code = getattr(code, "python_function", code)  # of a method that is a tf.function itself
         return code(unpack(samples, labels, self.recipe.input_range))
 
@@ -226,20 +216,6 @@ def read_logs(logs: Any) -> dict[str, Any]:
     return numbers
 
 
-@contextmanager
-def explaining(problem: str, remedy: str) -> Iterator[None]:
-    """Raise the WorkerError that an error is due to, or one with the problem."""
-    try:
-        yield
-    except Exception as error:
-        cause: BaseException | None = error
-        while cause and not isinstance(cause, WorkerError):  # TensorFlow wraps what a tf.function raises
-            cause = cause.__cause__ or cause.__context__
-        if cause:
-            raise cause from None
-        raise JobError(f"{problem}: {describe(error)}", remedy) from error
-
-
 def is_number(tensor: Any) -> bool:
     """Return whether a tensor has numbers, which can be averaged."""
     return bool(tensor.dtype.is_floating or tensor.dtype.is_integer)
@@ -249,26 +225,17 @@ class Interception:
     """One trace of a step: its sums, and the state that it writes beside what its optimizers train."""
 
     def __init__(
-        self,
-        builder: GraphBuilder,
-        values: Values,
-        variables: Sequence[Any],
-        *,
-        passing: Iterable[Any],
-        of_rank: Iterable[Any],
-        weight: Any,
-        of_sample: Any,
+        self, compiler: OwnStepCompiler, of_rank: Iterable[Any], *, weight: Any, of_sample: Any
     ) -> None:
-        """`variables`: the state, whose `values` are traced. `passing`: variables that every step sets anew.
-
-        `of_rank`: tensors that differ by rank. `weight`: n times `of_sample`, the weight of each sample.
-        """
-        self._builder, self._values, self._weight, self._of_sample = builder, values, weight, of_sample
+        """`of_rank`: tensors that differ by rank. `weight`: n times `of_sample`, a sample's weight."""
+        self._builder, self._values = compiler._builder, compiler._values
+        self._weight, self._of_sample = weight, of_sample
         self._graph = tf.compat.v1.get_default_graph()
-        self._variables = [variable.value for variable in variables]
-        self._passing = {id(variable.value) for variable in passing}
+        self._variables = [variable.value for variable in compiler.variables]
+        set_anew = (*compiler.random_states, *compiler.metric_states.variables)
+        self._passing = {id(variable.value) for variable in set_anew}
         self._of_rank = {tensor.op.name for tensor in of_rank}
-        self._bases = {id(variable): values.get(variable) for variable in self._variables}
+        self._bases = {id(variable): self._values.get(variable) for variable in self._variables}
         """The values after the last sum, or before the step, by the id of the variable."""
         self._norms: list[tuple[Any, Any, Any]] = []
         """The calls of batch norms since the last sum: layer, and moves of its statistics."""
@@ -277,9 +244,7 @@ class Interception:
         self.applied: list[tuple[Any, list[Any]]] = []
         """The optimizers, and the variables that they train."""
         self.sums: list[SumInfo] = []
-        """The sums, in their order."""
         self.of_batches: list[Any] = []
-        """Metrics that a number was added to for the whole batch."""
 
     @contextmanager
     def active(self, seed: Any) -> Iterator[None]:
@@ -299,7 +264,6 @@ class Interception:
             )
 
     def _noting_sums(self, original: Any) -> Any:
-        """Return what takes the place of `GradientTape.gradient`."""
 
         def gradient(tape: Any, target: Any, sources: Any, *args: Any, **options: Any) -> Any:
             result = original(tape, target, sources, *args, **options)
@@ -314,7 +278,6 @@ class Interception:
         return gradient
 
     def _noting_moves(self, original: Any) -> Any:
-        """Return what takes the place of the call of batch norms."""
 
         def call(layer: Any, inputs: Any, training: Any = None, mask: Any = None) -> Any:
             rate = 1.0 - float(layer.momentum)
@@ -333,11 +296,8 @@ class Interception:
 
         return call
 
-    def sum(self, gradients: list[Any], results: list[Any], name: str) -> Any:
-        """Sum over the ranks. Return the total, and bring all state to the pooled batch's.
-
-        `gradients` and `results`: tensors that are weighted already. The last sum has no gradients.
-        """
+    def sum(self, gradients: list[Any], results: list[Any]) -> Any:
+        """Sum weighted tensors over the ranks. Return the total. Bring all state to the pooled batch's."""
         weight = self._weight
         # The last sum also has what the step itself has written to variables that it trains.
         groups = [(*variables, *optimizer.variables) for optimizer, variables in self.applied]
@@ -345,24 +305,19 @@ class Interception:
         states, update = self._take_states(trained if gradients else ())
         parts = (gradients, [state * weight for state in states], results)
         flat = [[tf.reshape(tensor, [-1]) for tensor in part] for part in parts]
-        num_gradients, num_states, num_others = (
-            sum(int(tensor.shape[0]) for tensor in part) for part in flat
-        )
-        info = SumInfo(name, num_gradients, num_states, num_others)
-        self.sums.append(info)
+        sizes = [sum(int(tensor.shape[0]) for tensor in part) for part in flat]
+        layout = VectorLayout(sizes[0], sizes[1], sizes[2] - 1)
+        self.sums.append(SumInfo(layout))
         vector = tf.concat([*flat[0], *flat[1], *flat[2], tf.zeros([0])], axis=0)
         vector = tf.where(weight > 0, vector, tf.zeros_like(vector))
         vector = tf.concat([vector, tf.reshape(weight, [1])], axis=0)
         (total,) = self._builder.cut([vector], [(tf.float32, vector.shape)])
         with tf.device(STATE):
-            update((total / total[-1])[info.num_gradients :][: info.num_states])
+            update((total / total[-1])[layout.statistics])
         return total
 
     def _take_states(self, trained: Iterable[Any]) -> tuple[list[Any], Callable[[Any], None]]:
-        """Return the changes of state since the last sum, and what applies their means.
-
-        `trained`: variables that are left out, because the step still trains them.
-        """
+        """Return the changes of state since the last sum but of `trained`, and what applies their means."""
         norms, self._norms = self._norms, []
         differing = self._find_differing({id(variable.value) for variable in trained})
         changes = [move for _, *moves in norms for move in moves]
@@ -422,10 +377,7 @@ class Interception:
         return False
 
     def _sum_gradients(self, optimizer: Any, gradients: list[Any], variables: list[Any]) -> list[Any]:
-        """Return the mean gradients of all ranks' samples, with None where a variable has none.
-
-        Raises WorkerError inside of a graph of its own, which ranks may run through differently.
-        """
+        """Return the mean gradients of all ranks' samples, with None where a variable has none."""
         if tf.compat.v1.get_default_graph() is not self._graph:
             raise JobError(
                 "train_step applies gradients inside of a condition, a loop or a function of TensorFlow",
@@ -447,9 +399,9 @@ class Interception:
         # TensorFlow does not know the shape of every gradient, as of an embedding.
         shaped = [tf.reshape(tf.convert_to_tensor(gradient), variable.shape) for variable, gradient in given]
         weighted = [tf.cast(gradient, tf.float32) * weight for gradient in shaped]
-        total = self.sum(weighted, [], f"gradients of {len(given)} variables for {optimizer.name}")
-        self.sums[-1] = info = replace(self.sums[-1], is_summed=is_summed)
-        mean = total[: info.num_gradients] / (1 if is_summed else total[-1])
+        total = self.sum(weighted, [])
+        self.sums[-1] = replace(self.sums[-1], is_summed=is_summed)
+        mean = total[self.sums[-1].layout.gradients] / (1 if is_summed else total[-1])
         means = zip(shaped, unflatten(mean, [variable for variable, _ in given]), strict=True)
         typed = iter([tf.cast(part, gradient.dtype) for gradient, part in means])
         return [None if gradient is None else next(typed) for gradient in gradients]
@@ -460,10 +412,7 @@ def _statistics(layer: Any) -> tuple[Any, Any]:
 
 
 def _move_statistics(layer: Any, starts: Sequence[Any], moved: Any, spread: Any) -> None:
-    """Move the statistics of a batch norm as one call with the pooled batch does.
-
-    `starts`: the statistics that `moved` and `spread`, means over ranks, are relative to.
-    """
+    """Move a batch norm's statistics from `starts` as one call with the pooled batch does."""
     rate = 1.0 - float(layer.momentum)
     mean, variance = _statistics(layer)
     moved, spread = tf.cast(moved, mean.dtype), tf.cast(spread, mean.dtype)
@@ -495,7 +444,7 @@ def replacing_apply(change: Callable[[Any, list[Any], list[Any]], list[Any]]) ->
         return apply
 
     with ExitStack() as stack:
-        for kind in optimizer_classes():
+        for kind in internals.optimizer_classes():
             stack.enter_context(replacing(kind, "apply", wrap))
         yield
 

@@ -1,6 +1,5 @@
 """Times the parts of a model on the host, to choose between strategies."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +49,7 @@ def _time_cut(
     compiler: Any, info: StepInfo, layer: str, spec: PartsSpec, batch: tuple[Array, Array]
 ) -> CutTimes:
     builder = GraphBuilder()
-    of_parts = SplitCompiler(compiler, layer, batch).add_to(builder, replace(info, functions={}))
+    of_parts = SplitCompiler(compiler, layer, batch).add_to(builder, info)
     split = SplitStep(make_engine(compiler, of_parts, builder, spec.runtime))
     out = np.zeros(split.layout.step_size, np.float32)
 

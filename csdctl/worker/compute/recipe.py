@@ -1,22 +1,20 @@
 """A compiled model from a recipe and a model, whose own compile() gives what the recipe leaves out.
 
-The compiled model carries loss, optimizer and metrics to the ranks in its architecture JSON, which Keras
-serializes. The optimizer's learning rate is set by csdctl in every step: scaled by the global batch, warmed
-up, capped and decayed.
+The compiled model carries loss, optimizer and metrics to the ranks in its architecture JSON. The learning
+rate is set by csdctl in every step.
 """
 
 import dataclasses
 import inspect
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 from csdctl.worker.compute.backend import keras
 from csdctl.worker.compute.cuts import freeze_until
 from csdctl.worker.compute.keras_internals import compile_arguments, excluding_alike, flatten_layers
-from csdctl.worker.compute.user_code import load_function
-from csdctl.worker.process.errors import JobError, WorkerError, describe
+from csdctl.worker.compute.user_code import explaining, load_function
+from csdctl.worker.process.errors import JobError
 from csdctl.worker.protocol.recipe import LossTerm, Recipe
 
 MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
@@ -48,7 +46,7 @@ def compile_model(model: Any, recipe: Recipe) -> Recipe:
         "metrics": metrics,
         "weighted_metrics": None if recipe.metrics else compiled.get("weighted_metrics"),
     }
-    with _explaining("the model cannot be compiled", "loss and recipe.metrics"):
+    with explaining("the model cannot be compiled", "fix recipe.loss and recipe.metrics in job.yaml"):
         compile_method = type(model).compile
         try:
             inspect.signature(compile_method).bind(model, **arguments)
@@ -59,10 +57,7 @@ def compile_model(model: Any, recipe: Recipe) -> Recipe:
 
 
 def _choose_optimizer(recipe: Recipe, compiled: Any) -> tuple[Any, Recipe]:
-    """Return the optimizer, and the recipe with its name, learning rate and schedule.
-
-    `compiled`: the optimizer that the model was compiled with, or its name, or None.
-    """
+    """Return the optimizer, and the recipe with what `compiled`, an optimizer or its name, adds to it."""
     if isinstance(compiled, str):
         compiled = keras.optimizers.get(compiled)
     if recipe.optimizer or compiled is None:
@@ -91,7 +86,9 @@ def _choose_optimizer(recipe: Recipe, compiled: Any) -> tuple[Any, Recipe]:
     recipe = dataclasses.replace(recipe, optimizer=name, learning_rate=float(rate), schedule=schedule)
     if compiled is not None and name == type(compiled).__name__:
         return excluding_alike(type(compiled).from_config(config), compiled), recipe
-    with _explaining(f"optimizer {name!r} with {config} cannot be created", "optimizer"):
+    with explaining(
+        f"optimizer {name!r} with {config} cannot be created", "fix recipe.optimizer in job.yaml"
+    ):
         optimizer = keras.optimizers.get({"class_name": name, "config": config})
         if type(optimizer) is keras.optimizers.Optimizer:
             raise ValueError("it is the base class of optimizers, not an optimizer")
@@ -108,26 +105,16 @@ def _serialize_schedule(config: dict[str, Any]) -> str:
     return json.dumps(config, sort_keys=True)
 
 
-@contextmanager
-def _explaining(problem: str, key: str) -> Iterator[None]:
-    """Turn whatever Keras or the user's code raises into a WorkerError that names what cannot be created."""
-    try:
-        yield
-    except WorkerError:
-        raise
-    except Exception as error:
-        raise JobError(f"{problem}: {describe(error)}", f"fix recipe.{key} in job.yaml") from None
-
-
 def make_schedule(schedule: str) -> Callable[[int], Any]:
     """Return the learning rate by step that the JSON `schedule` describes. Raises WorkerError."""
-    with _explaining(f"learning-rate schedule {schedule} cannot be created", "schedule"):
+    with explaining(
+        f"learning-rate schedule {schedule} cannot be created", "fix recipe.schedule in job.yaml"
+    ):
         rate_of: Callable[[int], Any] = keras.optimizers.schedules.deserialize(json.loads(schedule))
         return rate_of
 
 
 def _choose_loss(recipe: Recipe, compiled: dict[str, Any], model: Any) -> tuple[Any, Any]:
-    """Return loss and loss weights as compile() takes them."""
     if compiled and not recipe.losses:  # without a loss, if its layers add their own
         if getattr(model.train_step, "__func__", None) is keras.Model.train_step:
             _check_reductions(compiled.get("loss"))
@@ -146,11 +133,8 @@ def _choose_loss(recipe: Recipe, compiled: dict[str, Any], model: Any) -> tuple[
 
 
 def make_loss(term: LossTerm, from_logits: bool) -> Any:
-    """Return the loss by its Keras name (`mean_squared_error` or `MeanSquaredError`) or `FILE.py:NAME`.
-
-    Raises WorkerError if there is none, or it does not take these arguments.
-    """
-    with _explaining(f"loss {term.name!r} cannot be created", "loss"):
+    """Return the loss by its Keras name, in either spelling, or `FILE.py:NAME`. Raises WorkerError."""
+    with explaining(f"loss {term.name!r} cannot be created", "fix recipe.loss in job.yaml"):
         kind = load_function(term.name) if is_own(term.name) else _loss_class(term.name)
         if isinstance(kind, type) and issubclass(kind, keras.losses.Loss):
             logits = {"from_logits": True} if from_logits and not is_own(term.name) else {}
@@ -163,7 +147,6 @@ def make_loss(term: LossTerm, from_logits: bool) -> Any:
 
 
 def _loss_class(name: str) -> Any:
-    """Return the class of Keras' loss `name`. Raises ValueError if Keras has none."""
     loss = keras.losses.get(name)
     if isinstance(loss, keras.losses.Loss):
         return type(loss)
@@ -183,7 +166,6 @@ def _check_reductions(losses: Any) -> None:
 
 
 def _is_classifier(loss: Any, model: Any) -> bool:
-    """Return whether one of several classes is predicted, as far as that is known."""
     if isinstance(loss, dict) or "crossentropy" not in name_of(loss).lower():
         return False
     shapes = [tuple(tensor.shape) for tensor in getattr(model, "outputs", None) or ()]
@@ -202,7 +184,7 @@ def is_own(name: str) -> bool:
 
 def make_metric(name: str) -> Any:
     """Return a metric as compile() takes it. Raises WorkerError if there is none."""
-    with _explaining(f"metric {name!r} cannot be used", "metrics"):
+    with explaining(f"metric {name!r} cannot be used", "fix recipe.metrics in job.yaml"):
         if is_own(name):
             metric = load_function(name)
             is_class = isinstance(metric, type) and issubclass(metric, keras.metrics.Metric)

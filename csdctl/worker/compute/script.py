@@ -14,7 +14,6 @@ import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from types import ModuleType
@@ -51,23 +50,16 @@ NOTED_LINES = {
 """Patterns of lines that do not become part of the job, and why."""
 
 
-class FitCalledError(BaseException):
-    """A script has called `fit`. Ends the script, whatever errors it handles."""
+class FitCall(BaseException):
+    """What a script passed to `fit`. Its methods are the functions of a job.
+
+    It is raised to end the script, whatever errors that handles.
+    """
 
     def __init__(self, model: Any, arguments: dict[str, Any]) -> None:
+        """`arguments`: those that are not None, by name."""
         super().__init__("fit was called")
-        self.model, self.arguments = model, arguments
-
-
-@dataclass(frozen=True)
-class FitCall:
-    """What a script passed to `fit`. Its methods are the functions of a job."""
-
-    model: Any
-    arguments: dict[str, Any]
-    """Those that are not None, by name."""
-    line: int
-    """The line of the script that calls `fit`, or a function that does."""
+        self.model, self.arguments, self.line = model, arguments, 1
 
     def build(self) -> Any:
         """Return the compiled model."""
@@ -122,10 +114,10 @@ def run_to_fit(script: str, options: Sequence[str], names: dict[str, Any], sha25
         try:
             with _recording(script, options):
                 exec(code, namespace)
-        except FitCalledError as call:
+        except FitCall as call:
             frames = traceback.extract_tb(call.__traceback__)
-            line = next(frame.lineno for frame in reversed(frames) if frame.filename == script)
-            return FitCall(call.model, call.arguments, line or 1)
+            call.line = next(frame.lineno for frame in reversed(frames) if frame.filename == script) or 1
+            return call.with_traceback(None)
         return None
 
     call: FitCall | None = run_user_code(
@@ -145,11 +137,11 @@ def run_to_fit(script: str, options: Sequence[str], names: dict[str, Any], sha25
 
 
 def _recording(script: str, options: Sequence[str]) -> ExitStack:
-    """Return a context in which `fit` raises FitCalledError, and scripts find what they expect."""
+    """Return a context in which `fit` raises FitCall, and scripts find what they expect."""
 
     def fit(model: Any, *given: Any, **named: Any) -> None:
         arguments = dict(zip(parameters, given, strict=False)) | named
-        raise FitCalledError(model, {name: value for name, value in arguments.items() if value is not None})
+        raise FitCall(model, {name: value for name, value in arguments.items() if value is not None})
 
     def refuse(parser: argparse.ArgumentParser, message: str) -> None:
         raise JobError(message, f"pass the script's options: csdctl init {script} -- OPTIONS")
@@ -212,7 +204,6 @@ def _batch_size_of(data: Any) -> int | None:
 
 
 def _describe_callback(callback: Any, model: Any) -> tuple[dict[str, Any], list[str]]:
-    """Return the entry of the recipe that replaces a callback, and notes on what has no replacement."""
     name = type(callback).__name__
     if type(callback) is not getattr(keras.callbacks, name, None) or name not in {*BUILT_IN, *CALLBACKS}:
         return {}, [f"callback {name}: pass csdctl.train(callbacks=…) one of csdctl"]

@@ -1,6 +1,5 @@
 """The functions of a model that is cut in two, without state: see engine/split.py."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,11 +9,10 @@ from csdctl.worker.compute.backend import tf
 from csdctl.worker.compute.cuts import Cut, find_cuts, split_at
 from csdctl.worker.compute.keras_internals import compile_arguments
 from csdctl.worker.compute.objective import Objective, has_samples, inputs_of
-from csdctl.worker.compute.statistics import Statistics
-from csdctl.worker.compute.step_compiler import StepCompiler, find_variables, num_elements, zeros_for_none
-from csdctl.worker.compute.trace import GraphBuilder
+from csdctl.worker.compute.step_compiler import Statistics, StepCompiler, find_variables, zeros_for_none
+from csdctl.worker.compute.trace import GraphBuilder, unflatten
 from csdctl.worker.data.arrays import Array
-from csdctl.worker.engine.step import APPLY, BACKWARD, HEAD, PREFIX, Piece, SplitInfo, StepInfo
+from csdctl.worker.engine.step import APPLY, BACKWARD, HEAD, JOIN, PREFIX, SplitInfo, StepInfo
 from csdctl.worker.process.errors import JobError, WorkerError
 
 LOSS_OF_SAMPLES = "layers add a loss for each sample"
@@ -49,17 +47,13 @@ class PrefixCompiler(StepCompiler):
         self._rates = [(optimizer.learning_rate, 1.0)]
         self.statistics = Statistics(prefix)
         self.variables = find_variables(prefix, optimizer)
-        self.num_gradients = num_elements(prefix.trainable_variables)
-        self.num_sums = 2 + self.metric_states.size + self._has_loss_count
-        """Elements of the vector behind gradients and statistics."""
 
     def trace(self, builder: GraphBuilder) -> StepInfo:
         """As of Compiler."""
         self.add_prefix(builder)
-        num_statistics = sum(self.statistics.sizes)
-        total = tf.TensorSpec((self.num_gradients + num_statistics + self.num_sums,), tf.float32)
+        total = tf.TensorSpec((self.layout.step_size,), tf.float32)
         self._add(builder, (APPLY,), self._apply, "rate total", total=total)
-        return self._describe(builder, num_statistics=num_statistics, num_states=self.metric_states.size)
+        return self._describe(builder, self.layout)
 
     def add_prefix(self, builder: GraphBuilder) -> None:
         """Add the prefix's passes, with the state of `variables`."""
@@ -85,7 +79,7 @@ class PrefixCompiler(StepCompiler):
             gradient, loss_count, weight = self._builder.cut([output], [spec, scalar, scalar])
             gradients = tape.gradient([output, penalty], trained, output_gradients=[gradient, loss_count])
             flat = [tf.reshape(gradient, [-1]) for gradient in zeros_for_none(gradients, trained)]
-            zeros = tf.zeros((self.num_sums - 2,))
+            zeros = tf.zeros((self.layout.step_size - self.layout.statistics.stop - 2,))
             sums = [tf.reshape(penalty * loss_count, [1]), zeros, tf.reshape(count, [1])]
             return tf.concat([*flat, *changes, *sums], axis=0) * weight
 
@@ -122,21 +116,21 @@ class SplitCompiler:
         """Add the parts' functions to the whole model's. Return its info with them."""
         host, tensor = self._on_host, self._cut.tensor
         host.add_prefix(builder)
-        num_sums = sum(self._statistics.sizes) + host.num_sums
+        num_sums = sum(self._statistics.sizes) + host.layout.step_size - host.layout.statistics.stop
         shapes = [*(tuple(variable.shape) for variable in self._head.trainable_variables), (num_sums,)]
         specs = {
             "outputs": tf.TensorSpec((None, *tensor.shape[1:]), tensor.dtype),
+            "total": tf.TensorSpec((host.layout.step_size,), tf.float32),
             "sums": {place: tf.TensorSpec(shape, tf.float32) for place, shape in enumerate(shapes)},
         }
         host._add(builder, (HEAD,), self._add_head, "seeds weight outputs labels sums", **specs)
+        host._add(builder, (JOIN,), self._join, "total sums", **specs)
         split = SplitInfo(
             shape=tuple(tensor.shape[1:]),
             dtype=tensor.dtype,
-            num_gradients=host.num_gradients,
-            num_statistics=sum(host.statistics.sizes),
+            layout=host.layout,
             head_shapes=tuple(shapes),
             num_head_statistics=sum(self._statistics.sizes),
-            pieces=tuple(self._find_pieces()),
             state=tuple(self._state_of_ranks()),
         )
         return replace(info, functions=builder.functions, split=split)
@@ -161,34 +155,39 @@ class SplitCompiler:
             added = [so_far + part for so_far, part in zip(sums.values(), [*new, tail], strict=True)]
             return [towards * tf.cast(batch.loss_count, towards.dtype), batch.loss_count, *added]
 
-    def _find_pieces(self) -> list[Piece]:
-        """Return where prefix and head have the gradients and statistics of the whole model."""
-        whole_model, prefix = self._whole_model, self._on_host
-        parts = [
-            _find_places(prefix.model.trainable_variables, prefix.statistics),
-            _find_places(self._head.trainable_variables, self._statistics),
+    def _join(self, state: Any, total: Any, sums: dict[int, Any]) -> Any:
+        """Return the vector of the whole model, from the sums of the prefix's vectors and of the head's."""
+        whole_model, prefix, head, layout = self._whole_model, self._on_host, self._head, self._on_host.layout
+        *of_head, tail = sums.values()
+        of_prefix = unflatten(total[layout.gradients], prefix.model.trainable_variables)
+        pairs = [*zip(prefix.model.trainable_variables, of_prefix, strict=True)]
+        gradients = [*pairs, *zip(head.trainable_variables, of_head, strict=True)]
+        changes = [
+            pair
+            for statistics, part in ((prefix.statistics, total[layout.statistics]), (self._statistics, tail))
+            for pair in zip(
+                statistics.variables,
+                unflatten(part[: sum(statistics.sizes)], statistics.variables),
+                strict=True,
+            )
         ]
-        columns = whole_model.model.trainable_variables, whole_model.statistics.variables
-        return [
-            Piece(num_elements([variable]), *(part[number].get(id(variable), -1) for part in parts))
-            for number, column in enumerate(columns)
-            for variable in column
-        ]
+        joined = []
+        for variables, parts in (
+            (whole_model.model.trainable_variables, gradients),
+            (whole_model.statistics.variables, changes),
+        ):
+            by_variable: dict[int, Any] = {}
+            for variable, part in parts:
+                by_variable[id(variable)] = by_variable.get(id(variable), 0.0) + part
+            joined += [by_variable.get(id(variable), tf.zeros(variable.shape)) for variable in variables]
+        return tf.concat([*(tf.reshape(part, [-1]) for part in joined), total[layout.statistics.stop :]], 0)
 
     def describe_ranks(self, builder: GraphBuilder, info: StepInfo) -> StepInfo:
         """Trace the functions of the other ranks. Return their info. `info`: of rank 0."""
-        return replace(
-            self.of_ranks.trace(builder),
-            has_loss_count=info.has_loss_count,
-            divides_gradients=info.divides_gradients,
-            split=info.split,
-        )
+        return replace(self.of_ranks.trace(builder), split=info.split)
 
     def _state_of_ranks(self) -> list[int]:
-        """Return the variables of the whole model's state that the other ranks have, in their order.
-
-        Raises WorkerError, exit code 2, for an optimizer whose variables cannot be told apart.
-        """
+        """Return the variables of the whole model's state that the other ranks have. Raises WorkerError."""
         places = {id(variable): place for place, variable in enumerate(self._whole_model.variables)}
         optimizer, of_ranks = self._whole_model.optimizer, self.of_ranks.optimizer
         by_path = {variable.path: variable for variable in optimizer.variables}
@@ -202,15 +201,3 @@ class SplitCompiler:
             )
         variables = [*self.of_ranks.model.weights, *(by_path[path] for path in paths)]
         return [places[id(variable)] for variable in variables]
-
-
-def _find_places(trained: Sequence[Any], statistics: Statistics) -> list[dict[int, int]]:
-    """Return where a vector has each variable's gradient, and then each one's change."""
-    places, end = list[dict[int, int]](), 0
-    for variables in (trained, statistics.variables):
-        starts = {}
-        for variable in variables:
-            starts[id(variable)] = end
-            end += num_elements([variable])
-        places.append(starts)
-    return places

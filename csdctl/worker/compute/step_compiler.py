@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from csdctl.worker.compute.backend import STATE, tf
-from csdctl.worker.compute.keras_internals import compute_type, flatten_layers, regularization_losses
+from csdctl.worker.compute import keras_internals as internals
+from csdctl.worker.compute.backend import STATE, keras, tf
 from csdctl.worker.compute.objective import BatchLoss, MetricStates, Objective
 from csdctl.worker.compute.recipe import make_schedule
-from csdctl.worker.compute.statistics import UNTRACKED, Statistics, find_generators
 from csdctl.worker.compute.trace import GraphBuilder, Values, unflatten
 from csdctl.worker.data.arrays import Array
+from csdctl.worker.engine.layout import VectorLayout
 from csdctl.worker.engine.step import (
     APPLY,
     EVALUATE,
@@ -29,15 +29,116 @@ from csdctl.worker.process.errors import JobError
 from csdctl.worker.protocol.recipe import Recipe
 
 
+def pooled_spread(mean_move: Any, variance_move: Any, rate: float) -> tuple[Any, Any]:
+    """Return the changes of a batch norm's moving mean and variance, whose means over ranks can be pooled."""
+    mean_move, variance_move = tf.cast(mean_move, tf.float32), tf.cast(variance_move, tf.float32)
+    return mean_move, variance_move + mean_move * mean_move / rate
+
+
+class Statistics:
+    """The state of layers that a forward pass changes, flat: moving statistics, then any other state.
+
+    State travels with the gradient, so that after every step each rank has the state of the pooled batch
+    (docs/explanation/exact-gradients.md). For the moving statistics of batch norm:
+
+        μ = Σ n_k μ_k / N,  σ² = Σ n_k (σ_k² + (μ_k − μ)²) / N
+
+    Ranks exchange Δ_k = (1 − m)(μ_k − moving mean), with m the layer's momentum: sums of small differences
+    keep their precision, sums of squares would lose it. Of any other layer they exchange the change itself:
+    the mean over all samples is exact for moving averages of batch means, and for state that does not depend
+    on samples.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.norms = [
+            (layer.moving_mean, layer.moving_variance, 1.0 - float(layer.momentum))
+            for layer in internals.flatten_layers(model)
+            if isinstance(layer, keras.layers.BatchNormalization) and layer.trainable and layer.momentum < 1
+        ]
+        self.variables = [variable for *pair, _ in self.norms for variable in pair]
+        self.add(changing_state(model))
+
+    def add(self, variables: Iterable[Any]) -> None:
+        """Add other state that a forward pass changes, if it can be averaged: numbers or booleans."""
+        kinds = ("float", "int", "bool")
+        self.variables += [
+            variable for variable in variables if any(kind in variable.dtype for kind in kinds)
+        ]
+
+    @property
+    def sizes(self) -> list[int]:
+        """The number of elements of each variable."""
+        return [math.prod(variable.shape) for variable in self.variables]
+
+    def read(self) -> list[Any]:
+        """Return the state now, for `changes`."""
+        return [tf.convert_to_tensor(variable.value) for variable in self.variables]
+
+    def changes(self, before: Sequence[Any], weight: Any) -> list[Any]:
+        """Return the changes since `before`, times `weight`, flat."""
+        changes, old = [], iter(before)
+        for mean, variance, rate in self.norms:
+            moves = pooled_spread(mean - next(old), variance - next(old), rate)
+            changes += [weight * move for move in moves]
+        for variable, value in zip(self.variables[len(changes) :], old, strict=True):
+            pair = variable.value, value
+            new, old_value = (tf.cast(part, tf.int32) for part in pair) if variable.dtype == "bool" else pair
+            changes.append(tf.reshape(tf.cast(new - old_value, tf.float32) * weight, [-1]))
+        return changes
+
+    def apply(self, changes: Any) -> None:
+        """Update the state by the mean `changes` of all ranks, shape (Σ sizes,)."""
+        parts = iter(tf.split(changes, self.sizes) if self.variables else ())
+        for mean, variance, rate in self.norms:
+            moved, spread = next(parts), next(parts)
+            mean.assign(mean + tf.cast(moved, mean.dtype))
+            spread = tf.cast(spread - moved * moved / rate, variance.dtype)
+            variance.assign(tf.maximum(variance + spread, 0.0))
+        for variable, part in zip(self.variables[2 * len(self.norms) :], parts, strict=True):
+            change = tf.reshape(part, variable.shape)
+            if "float" in variable.dtype:
+                variable.assign(variable.value + tf.cast(change, variable.dtype))
+            elif variable.dtype == "bool":
+                variable.assign(tf.cast(variable.value, tf.float32) + change > 0.5)
+            else:  # a counter, which all ranks advance alike
+                variable.assign(variable.value + tf.cast(tf.round(change), variable.dtype))
+
+
+def changing_state(model: Any) -> list[Any]:
+    """Return the state of layers other than batch norm, as Keras' variables.
+
+    Layers do not declare what changes it: only the constants of Keras' own preprocessing are left out. A
+    SpectralNormalization writes the kernel that it wraps.
+    """
+    layers = keras.layers
+    state: dict[int, Any] = {}
+    for layer in internals.flatten_layers(model):
+        if not isinstance(layer, (layers.Normalization, layers.BatchNormalization)):
+            state |= {id(variable): variable for variable in internals.non_trainable_state(layer)}
+        if isinstance(layer, layers.SpectralNormalization):
+            state[id(layer.kernel)] = layer.kernel
+    return list(state.values())
+
+
+def find_random_states(model: Any, values: Iterable[Any] = ()) -> list[Any]:
+    """Return the variables of the seed generators of a model, and of layers and generators in `values`."""
+    generators = internals.seed_generators(model)
+    for value in values:
+        if isinstance(value, keras.layers.Layer):
+            generators += internals.seed_generators(value)
+        elif isinstance(value, keras.random.SeedGenerator):
+            generators.append(value)
+    generators.append(internals.global_seed_generator())
+    states = {id(generator): generator.state for generator in reversed(generators)}
+    return list(states.values())[::-1]
+
+
 class Compiler(ABC):
     """What functions of a step have in common: the state, the batch, and random numbers as arguments."""
 
     variables: list[Any]
-    """The state, as Keras' variables or as tf.Variables."""
     signature: list[Any]
-    """The specs of samples and labels."""
-    generators: list[tuple[str, Any]]
-    """The layer of each generator of random numbers, and the variable with its state."""
+    random_states: list[Any]
     metric_states: MetricStates
     optimizers: list[Any]
 
@@ -45,7 +146,6 @@ class Compiler(ABC):
         self.model, self.recipe = model, recipe
         self._values: Values
         self._rates: list[tuple[Any, float]] = []
-        """The learning rates that follow the recipe's, and how many times that they are."""
 
     @abstractmethod
     def trace(self, builder: GraphBuilder) -> StepInfo:
@@ -56,16 +156,11 @@ class Compiler(ABC):
         added = []
         for variable in variables:
             if "seed_generator_state" in variable.path:
-                self.generators.append((UNTRACKED, variable))
+                self.random_states.append(variable)
             else:
                 added.append(variable)
         self.variables += added
         return added
-
-    @property
-    def random_states(self) -> list[Any]:
-        """The variables of all generators of random numbers."""
-        return [state for _, state in self.generators]
 
     @property
     def rates(self) -> list[Any]:
@@ -77,13 +172,15 @@ class Compiler(ABC):
         """The values of all variables now."""
         return [np.asarray(variable.value) for variable in self.variables]
 
-    def _describe(self, builder: GraphBuilder, **fields: Any) -> StepInfo:
+    def _describe(self, builder: GraphBuilder, layout: VectorLayout, **fields: Any) -> StepInfo:
         """Add the functions that every step has. Return the description of the whole."""
         if self.recipe.schedule:
             schedule = make_schedule(self.recipe.schedule)
             builder.add((SCHEDULE,), lambda _, step: schedule(step), {"step": tf.TensorSpec((), tf.int64)})
         embeddings = [
-            layer for layer in flatten_layers(self.model) if type(layer).__name__.endswith("Embedding")
+            layer
+            for layer in internals.flatten_layers(self.model)
+            if type(layer).__name__.endswith("Embedding")
         ]
         sizes = [getattr(layer, "input_dim", None) for layer in embeddings]
         return StepInfo(
@@ -93,19 +190,18 @@ class Compiler(ABC):
                 for value in self.values
             ),
             num_weights=len(self.model.weights),
-            num_gradients=fields.pop("num_gradients", num_elements(self.model.trainable_variables)),
+            layout=layout,
             has_loss_scaling=any(hasattr(optimizer, "inner_optimizer") for optimizer in self.optimizers),
-            seeds=tuple(layer for layer, _ in self.generators),
+            num_seeds=len(self.random_states),
             metrics=self._add_metrics(builder),
             num_indices=min((size for size in sizes if isinstance(size, int)), default=None),
-            compute_type=compute_type(self.model),
+            compute_type=internals.compute_type(self.model),
             rate_factors=tuple(factor for _, factor in self._rates),
             averages=self._find_averages(),
             **fields,
         )
 
     def _find_averages(self) -> tuple[tuple[int, int], ...]:
-        """Return the places of trained variables and of their moving averages, if optimizers keep some."""
         places = {id(variable): place for place, variable in enumerate(self.variables)}
         averages: list[tuple[int, int]] = []
         for optimizer in (getattr(optimizer, "inner_optimizer", optimizer) for optimizer in self.optimizers):
@@ -130,7 +226,7 @@ class Compiler(ABC):
         """
         scalars = dict.fromkeys(("rate", "weight", "count"), tf.TensorSpec((), tf.float32))
         batch = dict(zip(("samples", "labels"), self.signature, strict=True))
-        specs |= {**scalars, **batch, "seeds": tf.TensorSpec((len(self.generators), 2), tf.int64)}
+        specs |= {**scalars, **batch, "seeds": tf.TensorSpec((len(self.random_states), 2), tf.int64)}
         taken = {name: specs[name] for name in arguments.split()}
         state = {
             f"state_{place}": tf.TensorSpec(variable.shape, variable.dtype)
@@ -154,7 +250,7 @@ class Compiler(ABC):
     def _given(self, state: Sequence[Any], seeds: Any = None, rate: Any = None) -> Any:
         """Return the scope in which variables have the values of the state, random states and rates too."""
         variables, values = [*self.variables], [*state]
-        if seeds is not None and self.generators:
+        if seeds is not None and self.random_states:
             variables += self.random_states
             values += tf.unstack(seeds)
         if rate is not None:
@@ -169,7 +265,6 @@ class Compiler(ABC):
         return [self._now(variable) for variable in self.variables]
 
     def _add_metrics(self, builder: GraphBuilder) -> tuple[Slice, ...]:
-        """Add the function from a summed state of the metrics, shape (size,), to their results."""
         slices: list[Slice] = []
 
         def compute(values: Values, states: Any) -> Any:
@@ -197,7 +292,7 @@ class StepCompiler(Compiler):
         self.objective = Objective(model, recipe, example, is_per_sample=has_noise)
         self.signature, self.metric_states = self.objective.signature, self.objective.metrics
         self.statistics = Statistics(model)
-        self.generators = find_generators(model)
+        self.random_states = find_random_states(model)
         self._rates = [(self.optimizer.learning_rate, 1.0)]
         self.variables = find_variables(model, self.optimizer)
         self._has_noise = has_noise
@@ -215,14 +310,7 @@ class StepCompiler(Compiler):
             limits = tf.TensorSpec((None,), tf.float32)
             self._add(builder, (NOISY,), self._noisy, "seeds limits samples labels", limits=limits)
         self._add(builder, (EVALUATE,), self._evaluate, "seeds samples labels")
-        return self._describe(
-            builder,
-            num_statistics=sum(self.statistics.sizes),
-            num_states=self.metric_states.size,
-            has_loss_count=self._has_loss_count,
-            divides_gradients=self.objective.counts_elements and not self._has_noise,
-            has_summed=self._has_summed,
-        )
+        return self._describe(builder, self.layout)
 
     def add_state(self, variables: Sequence[Any]) -> list[Any]:
         """As of Compiler. What a forward pass writes is a mean over all ranks' samples, as of layers."""
@@ -231,8 +319,17 @@ class StepCompiler(Compiler):
         return added
 
     @property
-    def _has_loss_count(self) -> bool:
-        return self._has_noise or self.objective.counts_elements
+    def layout(self) -> VectorLayout:
+        """The layout of a rank's vector. Known after `trace`."""
+        counts_elements = self.objective.counts_elements
+        return VectorLayout(
+            num_elements(self.model.trainable_variables),
+            sum(self.statistics.sizes),
+            self.metric_states.size,
+            has_loss_count=self._has_noise or counts_elements,
+            divides_gradients=counts_elements and not self._has_noise,
+            has_summed=self._has_summed,
+        )
 
     def _check_writes(self) -> None:
         """Raise WorkerError, exit code 2, if a layer writes what is trained: each rank its own."""
@@ -289,21 +386,18 @@ class StepCompiler(Compiler):
             return tf.concat(self._tail(batch, tf.ones(()), with_samples=False), axis=0)
 
     def _apply(self, state: Any, rate: Any, total: Any) -> list[Any]:
-        num_gradients = num_elements(self.model.trainable_variables)
-        place = num_gradients * (1 + self._has_summed)
-        divisor = total[-2] if self.objective.counts_elements and not self._has_noise else total[-1]
+        layout = self.layout
         with tf.device(STATE), self._given(state, rate=rate):
             # As in fit, the optimizer steps with a gradient of 0 if nothing has a weight.
-            gradient = tf.math.divide_no_nan(total[:num_gradients], divisor)
-            if self._has_summed:  # the part of the loss that is not divided
-                gradient += total[num_gradients:place]
+            gradient = tf.math.divide_no_nan(total[: layout.num_gradients], total[layout.divisor])
+            if layout.has_summed:  # the part of the loss that is not divided
+                gradient += total[layout.num_gradients : layout.gradients.stop]
             # First what the forward pass did to the weights, as in fit.
-            self.statistics.apply(total[place : place + sum(self.statistics.sizes)] / total[-1])
+            self.statistics.apply(total[layout.statistics] / total[layout.count])
             self._optimize(unflatten(gradient, self.model.trainable_variables))
             return self._new_state()
 
     def _optimize(self, gradients: list[Any]) -> None:
-        """Take the optimizer step of the model's mean `gradients`."""
         pairs = zip(gradients, self.model.trainable_variables, strict=True)
         used = [pair for pair in pairs if id(pair[1]) not in self._unused]
         if used:
@@ -317,7 +411,7 @@ class StepCompiler(Compiler):
         if self._has_summed:  # in evaluation, layers may leave it out
             tail.append(tf.zeros(()) if batch.summed is None else batch.summed)
         tail += batch.states
-        if not with_samples or self._has_loss_count:
+        if not with_samples or self.layout.has_loss_count:
             tail.append(batch.loss_count)
         if with_samples:
             tail.append(batch.samples)
@@ -363,7 +457,7 @@ class StepCompiler(Compiler):
     def _penalty(self) -> Any:
         """Return the regularization of the weights, which does not depend on samples, or None."""
         # They have the types that their layers compute in.
-        penalties = [tf.cast(penalty, tf.float32) for penalty in regularization_losses(self.model)]
+        penalties = [tf.cast(penalty, tf.float32) for penalty in internals.regularization_losses(self.model)]
         return tf.add_n(penalties) if penalties else None
 
 

@@ -9,7 +9,6 @@ depend on its processor.
 import gc
 import itertools
 import math
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -22,7 +21,6 @@ from csdctl.worker.engine.tensorflow_c import LOAD, FunctionInfo
 from csdctl.worker.process.errors import JobError, WorkerError
 
 PYTHON_OPERATIONS = ("PyFunc", "PyFuncStateless", "EagerPyFunc")
-"""Operations that call Python."""
 WRITES = ("Assign", "ResourceScatter", "ResourceApply", "LookupTableInsert", "LookupTableRemove")
 """How the types of operations begin that write what no function has as an argument."""
 
@@ -32,10 +30,7 @@ class CannotCompileError(WorkerError):
 
 
 class Values:
-    """The values of variables while a function is traced, in place of the variables themselves.
-
-    Layers, optimizers and the user's code read and write tf.Variables, Keras' too, as ever.
-    """
+    """The values of variables while a function is traced, in place of those that code reads and writes."""
 
     def __init__(self, graph: Any) -> None:
         """`graph`: the FuncGraph that is traced."""
@@ -358,8 +353,10 @@ class GraphBuilder:
     def _constant(self, captured: Any) -> Any:
         if captured.dtype != tf.resource:
             return tf.constant(captured.numpy())
-        if (table := find_table(captured)) is not None:
-            return self._copy_table(table)
+        kind = tf.lookup.experimental.DenseHashTable.__mro__[1]
+        for table in gc.get_objects():
+            if isinstance(table, kind) and table.resource_handle is captured:
+                return self._copy_table(table)
         name = f"outside_{len(self._outside)}"  # it may be read for a result that nobody uses
         self._outside[name] = str(captured)
         return tf.raw_ops.VarHandleOp(dtype=tf.float32, shape=[], name=name)
@@ -384,10 +381,7 @@ class GraphBuilder:
         return self._tables[id(table)][1]
 
     def optimize(self, *, has_python: bool = False) -> bytes:
-        """Return the graph, optimized, as a serialized GraphDef.
-
-        Raises CannotCompileError for operations that call Python, but not in a process that `has_python`.
-        """
+        """Return the graph, optimized and serialized. Raises CannotCompileError if it calls Python."""
         from tensorflow.core.protobuf import config_pb2, rewriter_config_pb2
         from tensorflow.python.grappler import tf_optimizer
 
@@ -425,7 +419,6 @@ class _Stage:
 
     members: set[str]
     inputs: set[str]
-    """Tensors of arguments, too."""
     kept: list[str] = field(default_factory=list)
 
     def extract(self, definition: Any) -> Any:
@@ -463,13 +456,6 @@ def _divide(definition: Any, results: Sequence[Sequence[str]]) -> list[_Stage]:
         if owner := owners.get(tensor.partition(":")[0]):
             owner.kept.append(tensor)
     return stages
-
-
-def find_table(handle: Any) -> Any:
-    """Return the lookup table with this resource handle, or None."""
-    kind = sys.modules["tensorflow"].lookup.experimental.DenseHashTable.__mro__[1]
-    tables = (table for table in gc.get_objects() if isinstance(table, kind))
-    return next((table for table in tables if table.resource_handle is handle), None)
 
 
 def run_eagerly(code: Callable[[], Any]) -> Any:

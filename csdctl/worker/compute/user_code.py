@@ -1,9 +1,7 @@
 """User code: functions by reference `FILE.py:NAME`, and the job's packed code and `data.augment`.
 
-`data.augment` changes the samples of every training batch of a rank. It gets what was prepared, never what
-other ranks have, and its result is not stored. Its random numbers are a function of seed, step and rank, as
-in the model's layers (statistics.py): a step that is computed again, after a loss or by `verify`,
-has the same samples. The host tries it before anything is sent.
+`data.augment` changes the samples of every training batch of a rank. Its random numbers are a function of
+seed, step and rank: a step that is computed again, after a loss or by `verify`, has the same samples.
 """
 
 import importlib
@@ -13,9 +11,9 @@ import random
 import re
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
-from importlib import machinery
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -63,6 +61,20 @@ def run_user_code(
         raise JobError(reason, find_remedy(error) or remedy) from None
 
 
+@contextmanager
+def explaining(problem: str, remedy: str) -> Iterator[None]:
+    """Raise the WorkerError that an error is due to, or one with the problem."""
+    try:
+        yield
+    except Exception as error:
+        cause: BaseException | None = error
+        while cause and not isinstance(cause, WorkerError):  # TensorFlow wraps what a tf.function raises
+            cause = cause.__cause__ or cause.__context__
+        if cause:
+            raise cause from None
+        raise JobError(f"{problem}: {describe(error)}", remedy) from error
+
+
 def import_file(path: Path) -> Any:
     """Import a user's file once, under its own name, with the modules beside it. Raises WorkerError."""
     loaded = sys.modules.get(path.stem)
@@ -87,38 +99,15 @@ def import_roots(roots: Sequence[str]) -> None:
             run_user_code(str(root), partial(importlib.import_module, root.name))
 
 
-class _SourceLoader(machinery.SourceFileLoader):
-    """Compiles the source: Python takes any .pyc file of a source with the same size and time."""
-
-    def path_stats(self, path: str) -> Mapping[str, Any]:
-        """Raise OSError: no .pyc file is read or written."""
-        raise OSError
-
-
 def _search(directory: Path) -> None:
-    """Import modules from `directory` first, and compile those below it, but for installed packages."""
-    if str(directory) in sys.path:
-        return
-    find = machinery.FileFinder.path_hook(
-        (machinery.ExtensionFileLoader, machinery.EXTENSION_SUFFIXES),
-        (_SourceLoader, machinery.SOURCE_SUFFIXES),
-    )
-
-    def find_below(path: str) -> Any:
-        if not Path(path).is_relative_to(directory) or "-packages/" in f"{path}/":
-            raise ImportError
-        return find(path)
-
-    sys.path_hooks.insert(0, find_below)
-    sys.path_importer_cache.pop(str(directory), None)
-    sys.path.insert(0, str(directory))
+    """Import modules from `directory` first. No .pyc files are written beside them."""
+    sys.dont_write_bytecode = True
+    if str(directory) not in sys.path:
+        sys.path.insert(0, str(directory))
 
 
 def import_packed(archive: str, modules: Sequence[str]) -> dict[str, Any]:
-    """Import `modules` from the zip `archive`. Return what Keras may need of them, by name.
-
-    Raises WorkerError, exit code 2, if one cannot be imported on this machine.
-    """
+    """Import `modules` of the zip `archive`. Return what Keras may need of them. Raises WorkerError."""
     sys.path.insert(0, archive)
     remedy = "install what it imports, or add the user's own modules to `code` in job.yaml"
     for name in modules:
@@ -164,10 +153,7 @@ class Augmentation:
     """The function of one rank."""
 
     def __init__(self, reference: str, seed: int, *, is_public: bool = False) -> None:
-        """Find the function `FILE.py:NAME` in the job's code. Raises WorkerError, exit code 2, without it.
-
-        `is_public`: all of its samples are, so that what it raises may be shown.
-        """
+        """`is_public`: all samples are, so that what the function raises may be shown. Raises WorkerError."""
         self.name = Path(reference).name
         self._function = load_function(reference)
         self._seed, self._is_public = seed, is_public
@@ -217,7 +203,6 @@ class Augmentation:
         return JobError(f"{self.name} {problem}", remedy)
 
     def _pack(self, returned: Any, expected: Array, what: str) -> Array:
-        """Return what the function returned as an array like `expected`. Raises WorkerError."""
         if expected.dtype.names is None:
             return self._convert(returned, expected, what)
         names = expected.dtype.names
@@ -247,16 +232,14 @@ class Augmentation:
                 raise self._error(f"returned {what} that are not finite", "return finite numbers")
             if is_float or array.dtype == expected.dtype or np.array_equal(converted, array):
                 return converted
-        value = _form(array) if is_number else _type_of(returned)
+        value, expected_form = (
+            "×".join(map(str, part.shape)) + f" {part.dtype}" for part in (array, expected)
+        )
         raise self._error(
-            f"returned {what} as {value}, expected {_form(expected)}",
+            f"returned {what} as {value if is_number else _type_of(returned)}, expected {expected_form}",
             "return as many samples as it gets, of the same shape and type; for images, "
             "`np.clip(np.rint(x), 0, 255).astype(np.uint8)`",
         )
-
-
-def _form(array: Array) -> str:
-    return "×".join(map(str, array.shape)) + f" {array.dtype}"
 
 
 def _type_of(value: Any) -> str:

@@ -1,9 +1,10 @@
 """Arrays of samples and labels: their types, the memory maps of their files, and random ones."""
 
+import hashlib
 import json
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -133,6 +134,14 @@ def save_arrays(path: Path, arrays: Mapping[str, Any]) -> None:
     """Write an uncompressed .npz: to a temporary file, synced, renamed."""
     with replacing(path) as file:
         np.savez(file, **arrays)
+
+
+def hash_arrays(arrays: Iterable[Array]) -> str:
+    """Return the SHA-256, in hex, of the bytes of arrays, such as all weights of a model."""
+    digest = hashlib.sha256()
+    for array in arrays:
+        digest.update(array.tobytes())
+    return digest.hexdigest()
 
 
 def map_array(path: str | Path) -> Array:

@@ -57,10 +57,7 @@ def hash_file(file: BufferedReader, name: str, remembered: Path = REMEMBERED) ->
 def remember(
     key: str, state: Sequence[Any], ctime_ns: int, compute: Callable[[], str], remembered: Path = REMEMBERED
 ) -> str:
-    """Return what `compute` returned the last time that `key` had this `state`, or returns now.
-
-    `ctime_ns`: of the newest file. After a wait, another change of it would get another ctime.
-    """
+    """Return what `compute` returned when `key` had this `state`, or returns now. `ctime_ns`: the newest."""
     entries = _load(remembered)
     entry = entries.pop(key, None)
     if entry and entry[:-1] == [*state]:

@@ -167,7 +167,6 @@ class EpochReader:
         return self._orders[key]
 
     def _rows_of_rank(self, rank: int) -> Array:
-        """Return the rows of all public data that belong to rank `rank`, in the order of its own file."""
         if rank not in self._public_rows:
             spec = self._spec.ranks[rank]
             assert self._all_public is not None

@@ -72,7 +72,6 @@ class Share:
         return self._between(number * self.batch_size, (number + 1) * self.batch_size)
 
     def _between(self, start: int, stop: int) -> "Share":
-        """Return samples start…stop of these, or as many as there are."""
         first, last = (self._split(min(self.num_samples, count)) for count in (start, stop))
         return replace(
             self,
@@ -130,10 +129,7 @@ class OwnSamples:
 
 
 def begin_epoch(samples: Sequence[OwnSamples], batch_sizes: Mapping[int, int]) -> Segment:
-    """Return the first segment. `samples` has all ranks, absent ones too. `batch_sizes` has the members.
-
-    The public samples of an absent rank are reassigned to the members.
-    """
+    """Return the first segment. Members have `batch_sizes`. They read the public samples of absent ranks."""
     shares = [
         Share(rank, size, *(0, samples[rank].num_private), *(0, samples[rank].num_public))
         for rank, size in sorted(batch_sizes.items())

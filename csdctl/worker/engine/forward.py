@@ -5,12 +5,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from csdctl.worker.data.arrays import Array, fields_of
-from csdctl.worker.engine.load import load_compiled
-from csdctl.worker.engine.step import GraphInfo
+from csdctl.worker.data.arrays import Array
 from csdctl.worker.process.errors import JobError
 from csdctl.worker.protocol.features import SIGMOID, SOFTMAX, ResultRule
-from csdctl.worker.protocol.run_spec import CompiledStep, Runtime
 
 FORWARD = "forward"
 """The function of a graph, from the state and the fields of a batch to the outputs, in float32."""
@@ -19,13 +16,6 @@ BATCH_SIZE = 32
 
 Compute = Callable[[Array], list[Array]]
 """Returns the outputs of a batch, each of shape (BATCH_SIZE, …)."""
-
-
-def load_forward(files: CompiledStep, runtime: Runtime) -> Compute:
-    """Return a compiled forward pass. Raises WorkerError if it cannot be run here."""
-    info, session, state = load_compiled(files, GraphInfo, runtime)
-    function, weights = session.find_all(info.functions)[FORWARD], session.tensors(state)
-    return lambda samples: function(weights, *fields_of(samples).values()).arrays()
 
 
 @dataclass(frozen=True)

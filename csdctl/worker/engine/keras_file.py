@@ -15,7 +15,6 @@ from csdctl.worker.engine.tensorflow_c import BFLOAT16
 from csdctl.worker.process.files import sync_directory, sync_file
 
 WEIGHTS = "model.weights.h5"
-"""The member of a .keras file with all variables."""
 Places = Mapping[str, tuple[str, ...]]
 """By number of a variable, the datasets of an HDF5 file that have it."""
 
@@ -35,10 +34,7 @@ def saving(path: Path) -> Iterator[Path]:
 
 
 def save_like(template: str, places: Places, values: Sequence[Array], path: Path) -> Path:
-    """Write `path`, or a .weights.h5 beside it, as `template` with other values. Return the path.
-
-    Raises OSError.
-    """
+    """Write `path`, or a .weights.h5 beside it, as `template` with other values. Raises OSError."""
     if template.endswith(".h5"):
         path = path.with_suffix(".weights.h5")
     with saving(path) as partial:
@@ -54,7 +50,6 @@ def save_like(template: str, places: Places, values: Sequence[Array], path: Path
 
 
 def _replace(content: bytes, places: Places, values: Sequence[Array]) -> bytes:
-    """Return an HDF5 file with other values."""
     import h5py  # type: ignore[import-untyped]
 
     buffer = io.BytesIO(content)
@@ -81,10 +76,7 @@ def places_of_head(head: StepInfo, model: StepInfo, weights: Sequence[int]) -> P
 
 
 def find_places(content: bytes, marks: Sequence[Array]) -> dict[str, tuple[str, ...]]:
-    """Return where an HDF5 file has arrays with the values `marks`, by their number.
-
-    `marks`: random values, each unlike all others.
-    """
+    """Return where an HDF5 file has `marks`, arrays each unlike all others, by their number."""
     import h5py
 
     numbers = {(mark.shape, mark.tobytes()): str(number) for number, mark in enumerate(marks)}

@@ -1,9 +1,8 @@
 """The vector that the ranks sum in a step, and what follows from sums: loss, metrics, gradient noise.
 
 Each rank turns its n samples of a step into one flat float32 vector. The sum of these vectors over the ranks,
-divided by its counts, is the mean over all samples, whatever n is on each rank: partial batches and ranks
-without samples come out right. A rank whose samples have a weight multiplies its vector, including n, by that
-weight. The layout of the vector:
+divided by its counts, is the mean over all samples, whatever n is on each rank. A rank whose samples have a
+weight multiplies its vector, including n, by that weight. The layout of the vector:
 
     [ Σ gradient | changes of layers' state · n | Σ loss, metrics' states, (loss count), n |
       stop | seconds | norm ]
@@ -11,11 +10,10 @@ weight. The layout of the vector:
 Where layers add a loss for each sample, which fit sums over the batch, its gradient and its sum stand behind
 the others, and are not divided.
 
-The step owns everything up to n, the number of samples. Divided by it, a sum over ranks is the mean over all
-their samples. A loss that is no mean over samples has a count of its own: unmasked elements, a sum of
-weights, or the public samples among private ones with noise. Behind n the training loop adds whether a stop
-was requested, one element for each rank of the run with the seconds that this rank computed, and the rank's
-`square_norm`. docs/explanation/exact-gradients.md has the mathematics.
+A loss that is no mean over samples has a count of its own: unmasked elements, a sum of weights, or the public
+samples among private ones with noise. Behind n, the number of samples, the training loop adds whether a stop
+was requested, for each rank the seconds that it computed, and the rank's `square_norm`.
+docs/explanation/exact-gradients.md has the mathematics.
 """
 
 import math
@@ -23,42 +21,57 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 
+@dataclass(frozen=True)
 class VectorLayout:
     """Where the parts of a summed vector are."""
 
-    def __init__(
-        self,
-        num_gradients: int,
-        num_statistics: int,
-        num_states: int,
-        *,
-        has_loss_count: bool = False,
-        divides_gradients: bool = False,
-        has_summed: bool = False,
-    ) -> None:
-        """`num_states`: elements of the metrics' states.
+    num_gradients: int
+    """Elements of all trainable variables together."""
+    num_statistics: int
+    num_states: int
+    """Elements of the metrics' states."""
+    has_loss_count: bool = False
+    """Whether the loss is divided by a count of its own, which stands before n."""
+    divides_gradients: bool = False
+    """Whether gradients are divided by that count too, otherwise by n."""
+    has_summed: bool = False
+    """Whether a part of the loss is a sum over samples, not a mean, with a gradient of its own."""
 
-        `has_loss_count`: whether the loss is divided by a count of its own, which stands before n.
-        `divides_gradients`: whether gradients are divided by that count too, otherwise by n. `has_summed`:
-        whether a part of the loss is a sum over samples, not a mean, with a gradient of its own.
-        """
-        self.num_gradients, self.has_summed = num_gradients, has_summed
-        self.gradients = slice(0, num_gradients * (1 + has_summed))
+    @property
+    def gradients(self) -> slice:
         """The summed gradients of all trainable variables, flat, in the model's order."""
-        self.statistics = slice(self.gradients.stop, self.gradients.stop + num_statistics)
+        return slice(0, self.num_gradients * (1 + self.has_summed))
+
+    @property
+    def statistics(self) -> slice:
         """The changes of the state that layers keep, times n."""
-        self.step_size = self.statistics.stop + 2 + has_summed + num_states + has_loss_count
-        """Elements of the step's part."""
-        self.step = slice(0, self.step_size)
+        return slice(self.gradients.stop, self.gradients.stop + self.num_statistics)
+
+    @property
+    def step_size(self) -> int:
+        """Elements of the step's part. Behind it is the stop request: above 0 when a stop was requested."""
+        size: int = self.statistics.stop + 2 + self.has_summed + self.num_states + self.has_loss_count
+        return size
+
+    @property
+    def step(self) -> slice:
         """The step's part."""
-        self.sums = slice(self.statistics.stop, self.step_size - has_loss_count)
+        return slice(0, self.step_size)
+
+    @property
+    def sums(self) -> slice:
         """Loss, metrics' states, and the count that the loss is divided by."""
-        self.count = self.step_size - 1
+        return slice(self.statistics.stop, self.step_size - self.has_loss_count)
+
+    @property
+    def count(self) -> int:
         """The index of n."""
-        self.divisor = self.count - divides_gradients
+        return self.step_size - 1
+
+    @property
+    def divisor(self) -> int:
         """The index of the count that gradients are divided by."""
-        self.stop = self.step_size
-        """The index of the stop request: above 0 when a stop was requested."""
+        return self.count - self.divides_gradients
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ import numpy as np
 VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
 """Types of a field in the wire format."""
 _MAX_VARINT = 10
-"""Bytes of the longest varint."""
 
 
 def encode_varint(value: int) -> bytes:
@@ -29,10 +28,7 @@ def encode_field(number: int, value: int | bytes) -> bytes:
 
 
 def parse_fields(content: memoryview) -> Iterator[tuple[int, int, Any]]:
-    """Yield number, type and value of each field: an int for VARINT, else a part of `content`.
-
-    Raises ValueError if `content` is no message, or has groups, which no message of TensorFlow has.
-    """
+    """Yield number, type and value of each field: an int for VARINT, else bytes. Raises ValueError."""
     place = 0
     while place < len(content):
         tag, place = _read_varint(content, place)

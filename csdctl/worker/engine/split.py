@@ -8,13 +8,12 @@ they are the gradient that ranks with whole models would sum, of the same micro-
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 
 from csdctl.worker.data.arrays import Array
 from csdctl.worker.engine.layout import Sums
-from csdctl.worker.engine.step import BACKWARD, HEAD, PREFIX, StepEngine
+from csdctl.worker.engine.step import BACKWARD, HEAD, JOIN, PREFIX, StepEngine
 from csdctl.worker.engine.tensorflow_c import BFLOAT16, Tensors
 
 MIN_MICRO_BATCH = 8
@@ -46,20 +45,21 @@ class PrefixStep:
         `weight` is the weight of each of the rank's samples in the mean of all ranks.
         """
         assert engine.info.split
-        self.engine, self.split = engine, (split := engine.info.split)
+        self.engine, self.split = engine, engine.info.split
         self._weight = np.array(weight, np.float32)
-        info = replace(engine.info, num_gradients=split.num_gradients, num_statistics=split.num_statistics)
-        self.layout = info.layout
+        self.layout = self.split.layout
         """The layout of the rank's vector, without what a training loop appends."""
         self.layouts = [self.layout]
         is_bfloat16 = self.split.dtype == "bfloat16"
         self.activation_type = BFLOAT16 if is_bfloat16 else np.dtype(self.split.dtype)
         self._passes: list[tuple[Array, Array, Tensors]] = []
+        self._places: Sequence[int] = range(len(engine.info.variables))
 
     @property
     def values(self) -> Sequence[Array]:
         """The values of the variables that all ranks have: weights of the prefix, then their optimizer's."""
-        return self.engine.values
+        values = self.engine.values
+        return [values[place] for place in self._places]
 
     @values.setter
     def values(self, values: Sequence[Array]) -> None:
@@ -68,13 +68,11 @@ class PrefixStep:
     @property
     def weights(self) -> list[Array]:
         """The weights of the prefix."""
-        return self.engine.weights
+        values, count = self.engine.values, self.engine.info.num_weights
+        return [values[place] for place in self._places if place < count]
 
     def forward(self, samples: Array, number: int = 0) -> Array:
-        """Return the prefix's output for a micro-batch, whose backward pass is to come.
-
-        `number`: of the micro-batch within the step, which its random numbers follow from.
-        """
+        """Return the prefix's output for micro-batch `number` of the step, whose backward pass is to come."""
         seeds = self.engine.seeds(number)
         results = self.engine.call(PREFIX, seeds, samples)
         self._passes.append((seeds, samples, results.tail(1)))
@@ -94,10 +92,6 @@ class PrefixStep:
         """Drop forward passes whose backward pass does not come."""
         self._passes = []
 
-    def read_sums(self, total: Array) -> Sums:
-        """As of StepEngine."""
-        return self.engine.read_sums(total, self.layout)
-
     def apply(self, total: Array) -> Sums:
         """As of StepEngine."""
         return self.engine.apply(total)
@@ -108,28 +102,15 @@ class SplitStep(PrefixStep):
 
     def __init__(self, engine: StepEngine, *, weight: float = 1.0) -> None:
         super().__init__(engine, weight=weight)
+        self._places = self.split.state
         self._sums: Tensors
         self.begin()
 
-    @property
-    def values(self) -> Sequence[Array]:
-        """As of PrefixStep."""
-        values = self.engine.values
-        return [values[place] for place in self.split.state]
-
-    @values.setter
-    def values(self, values: Sequence[Array]) -> None:
-        raise NotImplementedError("rank 0 takes over no state")
-
-    @property
-    def weights(self) -> list[Array]:
-        """As of PrefixStep."""
-        values, count = self.engine.values, self.engine.info.num_weights
-        return [values[place] for place in self.split.state if place < count]
-
     def begin(self) -> None:
         """Begin a step: nothing is summed yet."""
-        self._sums = self.engine.tensors([np.zeros(shape, np.float32) for shape in self.split.head_shapes])
+        self._sums = self.engine.session.tensors(
+            [np.zeros(shape, np.float32) for shape in self.split.head_shapes]
+        )
 
     def head(
         self, outputs: Array, labels: Array, weight: float, rank: int, number: int
@@ -139,10 +120,7 @@ class SplitStep(PrefixStep):
         Returns the gradient of its loss with respect to the prefix's `outputs`, times the number that Keras
         divides it by, and that number. `weight`: of each of its samples.
         """
-        position = self.engine.position
-        self.engine.position = position[0], rank
-        seeds = self.engine.seeds(number)
-        self.engine.position = position
+        seeds = self.engine.seeds(number, rank)
         arguments = seeds, np.array(weight, np.float32), outputs, labels, self._sums
         results = self.engine.call(HEAD, *arguments)
         towards, loss_count = results.array(0), float(results.array(1))
@@ -157,17 +135,7 @@ class SplitStep(PrefixStep):
 
     def vector(self, total: Array) -> Array:
         """Return the vector of the whole model, shape (engine.layout.step_size,), that a sum amounts to."""
-        *gradients, sums = self._sums.arrays()
-        statistics = sums[: self.split.num_head_statistics]
-        of_head = np.concatenate([*(gradient.ravel() for gradient in gradients), statistics])
-        parts = []
-        for piece in self.split.pieces:
-            part = np.zeros(piece.size, np.float32)
-            for values, start in ((total, piece.in_prefix), (of_head, piece.in_head)):
-                if start >= 0:
-                    part += values[start : start + piece.size]
-            parts.append(part)
-        return np.concatenate([*parts, total[self.layout.statistics.stop : self.layout.step_size]])
+        return self.engine.call(JOIN, total, self._sums).array(0)
 
     def apply(self, total: Array) -> Sums:
         """As of StepEngine: take the step of the whole model."""

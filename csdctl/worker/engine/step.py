@@ -9,25 +9,30 @@ import os
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 
 from csdctl.worker.data.arrays import Array, fields_of
+from csdctl.worker.data.file_hash import check_stored
 from csdctl.worker.engine.layout import Sums, VectorLayout
 from csdctl.worker.engine.tensorflow_c import BFLOAT16, FunctionInfo, GraphSession, Tensors
-from csdctl.worker.protocol.json_codec import Shape
+from csdctl.worker.process.errors import WorkerError
+from csdctl.worker.protocol.json_codec import Shape, from_json
 from csdctl.worker.protocol.recipe import Noise
+from csdctl.worker.protocol.run_spec import CompiledStep, Runtime
 
 LOCAL, APPLY, EVALUATE, NOISY = "local", "apply", "evaluate", "noisy"
 METRICS, SCHEDULE, OWN = "metrics", "schedule", "own_{}"
-PREFIX, BACKWARD, HEAD = "prefix", "backward", "head"
+PREFIX, BACKWARD, HEAD, JOIN = "prefix", "backward", "head", "join"
 """The functions of a graph. `GraphInfo.functions` has their arguments and results. OWN has a number."""
 LOSS = "loss"
 ROUNDOFFS = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 """The largest relative error of rounding to a type; the finest type first."""
 CHUNK = 1 << 18
 """Elements of the vector that receive noise at a time: a slow node has little memory."""
+InfoT = TypeVar("InfoT", bound="GraphInfo")
 Exchange = Callable[[int, Array], Array]
 """Sums this rank's part over the ranks, given the number of the sum within the step."""
 
@@ -53,26 +58,11 @@ class VariableInfo:
 
 @dataclass(frozen=True)
 class SumInfo:
-    """One of the sums of a step: gradients, changes of state, others, and n."""
+    """One of the sums of a step: gradients, changes of state, metrics' states and logs, and n."""
 
-    name: str
-    """What is summed, for messages."""
-    num_gradients: int
-    num_states: int
-    num_others: int
-    """Elements of metrics' states, and numbers that train_step returns."""
+    layout: VectorLayout
     is_summed: bool = False
     """Whether the gradients are those of a sum over the samples, not of a mean."""
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A part of the gradients and statistics of a whole model that is cut in two."""
-
-    size: int
-    in_prefix: int = -1
-    """Where it begins among those of the prefix; -1: the prefix has none."""
-    in_head: int = -1
 
 
 @dataclass(frozen=True)
@@ -82,14 +72,11 @@ class SplitInfo:
     shape: Shape
     """The shape of one sample's output of the prefix."""
     dtype: str
-    num_gradients: int
-    num_statistics: int
-    """Of the prefix."""
+    layout: VectorLayout
+    """Of the vector of a rank, which has the prefix alone."""
     head_shapes: tuple[Shape, ...]
     """The shapes of the head's trainable variables, then of its statistics and sums as one vector."""
     num_head_statistics: int
-    pieces: tuple[Piece, ...]
-    """The gradients and statistics of the whole model, in their order."""
     state: tuple[int, ...]
     """The variables of the whole model's state that the other ranks have, in their order."""
 
@@ -108,26 +95,17 @@ class StepInfo(GraphInfo):
     """What a rank must know of a compiled step beside its graph."""
 
     num_weights: int
-    """The first variables of the state are the model's weights; those of the optimizer follow."""
-    num_gradients: int
-    """Elements of all trainable variables together."""
-    num_statistics: int
-    num_states: int
-    """Elements of the metrics' states."""
+    layout: VectorLayout
+    """Of a rank's vector. Of a step with several sums, of all of them together."""
     has_loss_scaling: bool
     """Whether an optimizer skips gradients that are not finite, and scales the loss (mixed_float16)."""
-    seeds: tuple[str, ...]
-    """The layer of each generator of random numbers."""
+    num_seeds: int
+    """The number of generators of random numbers."""
     metrics: tuple[Slice, ...]
     """The metrics' results, and where the state of each metric is."""
-    has_loss_count: bool = False
-    divides_gradients: bool = False
-    has_summed: bool = False
-    """As in `VectorLayout`."""
     sums: tuple[SumInfo, ...] = ()
     """The sums of a user's own train_step, in their order; none for a step with the one of `layout`."""
     logs: tuple[str, ...] = ()
-    """The names of the numbers that a user's own train_step returns; they are behind the metrics' states."""
     rate_factors: tuple[float, ...] = (1.0,)
     """How many times the recipe's learning rate each optimizer has that follows it."""
     averages: tuple[tuple[int, int], ...] = ()
@@ -135,7 +113,6 @@ class StepInfo(GraphInfo):
     updated: tuple[tuple[int, ...], ...] = ()
     """Of an own train_step: the variables that optimizers train, then those of each optimizer."""
     split: SplitInfo | None = None
-    """If the model is cut in two; on rank 0, which has the whole."""
     places: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """By number of a variable, and last the learning rates, its datasets in a saved model; {}: unknown."""
     num_indices: int | None = None
@@ -144,18 +121,6 @@ class StepInfo(GraphInfo):
     """The coarsest type that a layer with weights computes in."""
     model_type: str = "float32"
     """The same of the user's model: `compute_type` is wider if the step was compiled for `verify`."""
-
-    @property
-    def layout(self) -> VectorLayout:
-        """The layout of a rank's vector. Of a step with several sums, of all of them together."""
-        return VectorLayout(
-            self.num_gradients,
-            self.num_statistics,
-            self.num_states,
-            has_loss_count=self.has_loss_count,
-            divides_gradients=self.divides_gradients,
-            has_summed=self.has_summed,
-        )
 
 
 class StepEngine:
@@ -182,15 +147,13 @@ class StepEngine:
         """
         self.info, self.augmentation = info, augmentation
         self.layout = info.layout
-        self.layouts = [
-            VectorLayout(part.num_gradients, part.num_states, part.num_others - 1) for part in info.sums
-        ] or [self.layout]
+        self.layouts = [part.layout for part in info.sums] or [self.layout]
         """The layout of each sum of a step, in their order."""
         self.micro_batch_size = micro_batch_size
         self.rate = np.zeros((), np.float32)
         self.position = (0, rank)
         """The step and the rank whose random numbers are drawn."""
-        self._session, self._noise = session, noise
+        self.session, self._noise = session, noise
         self._functions = session.find_all(info.functions)
         self._state = session.tensors(state)
         self._seed, self._rank, self._weight = seed, rank, np.array(weight, np.float32)
@@ -207,7 +170,7 @@ class StepEngine:
 
     @values.setter
     def values(self, values: Sequence[Array]) -> None:
-        self._state = self._session.tensors(values)
+        self._state = self.session.tensors(values)
 
     @property
     def weights(self) -> list[Array]:
@@ -231,24 +194,19 @@ class StepEngine:
         """Names of the results of `metrics`."""
         return list(dict.fromkeys([*(metric.name for metric in self.info.metrics), *self.info.logs]))
 
-    @property
-    def has_loss_scaling(self) -> bool:
-        """As in `StepInfo`."""
-        return self.info.has_loss_scaling
-
-    def set_step(self, step: int, learning_rate: float, rank: int | None = None) -> None:
+    def set_step(self, step: int, learning_rate: float) -> None:
         """Set the learning rate and the random states of the run's step `step`, counted from 0."""
-        self.position = (step, self._rank if rank is None else rank)
+        self.position = (step, self._rank)
         self.rate = np.array(learning_rate, np.float32)
 
-    def seeds(self, part: int = 0) -> Array:
+    def seeds(self, part: int = 0, rank: int | None = None) -> Array:
         """Return the random states of a micro-batch of the step, shape (generators, 2), int64.
 
-        They follow from seed, rank, step and the micro-batch's number: a run that resumes draws the same
-        numbers as one that was never interrupted.
+        They follow from seed, rank, if not this one, step and the micro-batch's number: a run that resumes
+        draws the same numbers as one that was never interrupted.
         """
         suffix = f"/{part}" if part else ""
-        keys = [self._key(f"/{number}{suffix}") for number in range(len(self.info.seeds))]
+        keys = [self._key(f"/{number}{suffix}", rank) for number in range(self.info.num_seeds)]
         # A layer draws a few times in a step; shifting keeps the counters of consecutive steps apart.
         counters = [(self.position[0] << 10) & 0xFFFFFFFF] * len(keys)
         return np.array([keys, counters], np.int64).T.copy()
@@ -258,8 +216,8 @@ class StepEngine:
         """What the numbers of tf.random follow from in this step, shape (2,), int32."""
         return np.array([self.position[0] & 0x7FFFFFFF, self._key() & 0x7FFFFFFF], np.int32)
 
-    def _key(self, what: str = "") -> int:
-        return zlib.crc32(f"{self._seed}/{self.position[1]}{what}".encode())
+    def _key(self, what: str = "", rank: int | None = None) -> int:
+        return zlib.crc32(f"{self._seed}/{self.position[1] if rank is None else rank}{what}".encode())
 
     def local(
         self, images: Array, labels: Array, out: Array | None = None, *, private_copies: Array | None = None
@@ -333,13 +291,10 @@ class StepEngine:
             vector = out if out is None else out[self.layout.step]
             return self.apply(exchange(0, self.local(images, labels, vector, private_copies=private_copies)))
         self._state, total = self._walk(images, labels, exchange, out)
-        return self._sums(total[self.layouts[-1].sums.start :])
+        return self.read_sums(total[self.layouts[-1].sums.start :])
 
     def local_sums(self, images: Array, labels: Array, totals: Sequence[Array] = ()) -> Array:
-        """Return this rank's parts of all sums of a step, joined as `layout` says. Nothing is changed.
-
-        `totals`: the sums over all ranks of the same step. Without them the rank is alone.
-        """
+        """Return this rank's parts of a step's sums, joined. `totals`: the sums of several ranks."""
         parts: list[Array] = []
 
         def exchange(number: int, part: Array) -> Array:
@@ -387,7 +342,7 @@ class StepEngine:
 
     def apply(self, total: Array) -> Sums:
         """Divide the step's part of a summed vector by its counts and take one optimizer step."""
-        sums = self.read_sums(total)
+        sums = self.read_sums(total[self.layout.sums])
         if total[self.layout.count] > 0:
             self._state = self.call(APPLY, self.rate, total)
         return sums
@@ -398,34 +353,23 @@ class StepEngine:
             return None
         return float(self._functions[SCHEDULE](np.array(step, np.int64)).array(0))
 
-    def read_sums(self, total: Array, layout: VectorLayout | None = None) -> Sums:
-        """Return loss sum, metric sums and count of a summed vector. `layout`: if it has another one."""
-        return self._sums(total[(layout or self.layout).sums])
-
     def square_norm(self, vector: Array) -> float:
         """Return the count of the samples of a vector times the squared norm of their mean gradient."""
         gradient, count = vector[self.layout.gradients], float(vector[self.layout.count])
         return float(np.dot(gradient, gradient)) / count if count > 0 else 0.0
 
     def evaluate(self, images: Array, labels: Array, number: int = 0) -> Sums:
-        """Return loss sum, metric sums and count of one batch, without training.
-
-        `number`: of the batch. Layers that draw random numbers in evaluation draw others for each.
-        """
-        return self._sums(self.call(EVALUATE, self.seeds(number), images, labels).array(0))
+        """Return the sums of a batch, without training. Random numbers follow from its `number`."""
+        return self.read_sums(self.call(EVALUATE, self.seeds(number), images, labels).array(0))
 
     def metrics(self, sums: Sums) -> dict[str, float]:
-        """Return the metrics of all samples of `sums` by name.
-
-        Of an own train_step, neither the loss nor metrics that nothing was added to.
-        """
+        """Return the metrics of `sums` by name, of an own train_step those that something was added to."""
         results = self._results(sums.states, sums.count) if sums.states else {}
         if not self.info.sums:
             return results
         return {name: value for name, value in results.items() if name != LOSS and not math.isnan(value)}
 
     def _results(self, states: Sequence[float], count: float) -> dict[str, float]:
-        """Return the results of the metrics, then the logs."""
         info, size = self.info, len(states) - len(self.info.logs)
         added = np.array(states[:size], np.float32)
         values = self._functions[METRICS](added).array(0) if info.metrics else ()
@@ -460,21 +404,45 @@ class StepEngine:
             inputs += [argument] if is_single else fields_of(argument).values()
         return self._functions[name](self._state, *inputs)
 
-    def tensors(self, arrays: Sequence[Array]) -> Tensors:
-        """As of GraphSession."""
-        return self._session.tensors(arrays)
-
-    def _sums(self, tail: Array) -> Sums:
+    def read_sums(self, tail: Array) -> Sums:
+        """Return loss sum, metric sums and count of the part `layout.sums` of a summed vector."""
         *values, count = map(float, tail)
         if not self.info.sums:
             loss, *states = values
-            if self.info.has_summed:
+            if self.layout.has_summed:
                 loss += states.pop(0) * count
             return Sums(loss, tuple(states), count)
         results = (self._results(values, count) if count else {}) or {"": 0.0}
         # `loss`, else the first name with it, else the first of all.
         name = min(results, key=lambda name: (name != LOSS, LOSS not in name))
         return Sums(results[name] * count, tuple(values), count)
+
+
+def load_compiled(
+    files: CompiledStep, kind: type[InfoT], runtime: Runtime
+) -> tuple[InfoT, GraphSession, list[Array]]:
+    """Return info, session and first state of a graph. Raises WorkerError if a file is not what was sent."""
+    try:
+        info = load_info(files, kind)
+        for path in (files.graph, files.state):
+            check_stored(path)
+        content = Path(files.graph).read_bytes()
+        with np.load(files.state, allow_pickle=False) as archive:
+            stored = (archive[name] for name in sorted(archive.files))
+            state = []
+            for variable in info.variables:
+                dtype = BFLOAT16 if variable.dtype == "bfloat16" else np.dtype(variable.dtype)
+                is_zero = variable.is_zero
+                state.append(np.zeros(variable.shape, dtype) if is_zero else next(stored).view(dtype))
+    except OSError as error:
+        raise WorkerError(f"the model cannot be read: {error}", remedy="run `csdctl deploy` again") from None
+    return info, GraphSession(content, runtime), state
+
+
+def load_info(files: CompiledStep, kind: type[InfoT]) -> InfoT:
+    """Return what is known of a graph. Raises WorkerError if the file is not what was sent, and OSError."""
+    check_stored(files.info)
+    return from_json(kind, Path(files.info).read_text())
 
 
 def secret_normal(count: int) -> Array:

@@ -8,7 +8,6 @@ import ctypes
 import importlib.util
 import itertools
 import os
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -44,10 +43,8 @@ TYPES = {
     "uint32": 22,
     "uint64": 23,
 }
-"""Values of TF_DataType by numpy's names."""
 NUMPY_TYPES = {number: BFLOAT16 if name == "bfloat16" else np.dtype(name) for name, number in TYPES.items()}
 STRING = 7
-"""TF_DataType of bytes."""
 VIEW = 3
 """The type of a TF_TString that refers to bytes of others: in the lower two bits of its size."""
 LIBRARIES = ("libtensorflow_framework.so.2", "libtensorflow_cc.so.2")
@@ -62,6 +59,13 @@ CPU_DEVICES = b"\x0a\x07\x0a\x03GPU\x10\x00"
 FIRST_GPU = b"\x32\x05\x20\x01\x2a\x010"
 """`gpu_options {allow_growth: true visible_device_list: "0"}` of a ConfigProto."""
 DEALLOCATE = ctypes.CFUNCTYPE(None, POINTER, ctypes.c_size_t, POINTER)
+
+
+def are_finite(array: Array) -> bool:
+    """Return whether all numbers of an array are finite, of bfloat16 too."""
+    if array.dtype == BFLOAT16:
+        array = (array["bfloat16"].astype(np.uint32) << 16).view(np.float32)
+    return array.dtype.kind in "iub" or bool(np.isfinite(array.astype(np.float32, copy=False)).all())
 
 
 @dataclass(frozen=True)
@@ -87,13 +91,6 @@ class TensorFlowError(Exception):
         self.code = code
 
 
-class _Status(threading.local):
-    """A TF_Status for each thread, which sees no other thread's errors. Its 8 bytes are never freed."""
-
-    def __init__(self, create: Callable[[], int]) -> None:
-        self.pointer = create()
-
-
 class Library:
     """The functions of TensorFlow's C API, and arrays that its tensors refer to."""
 
@@ -110,7 +107,8 @@ class Library:
             )
         self._libraries = list(map(open_lazily, files))
         size = ctypes.c_size_t
-        self._status = _Status(self.declare("TF_NewStatus", POINTER))
+        self._new_status = self.declare("TF_NewStatus", POINTER)
+        self._delete_status = self.declare("TF_DeleteStatus", None, POINTER)
         self._code = self.declare("TF_GetCode", ctypes.c_int, POINTER)
         self._message = self.declare("TF_Message", ctypes.c_char_p, POINTER)
         self.delete_tensor = self.declare("TF_DeleteTensor", None, POINTER)
@@ -127,7 +125,6 @@ class Library:
             *(ctypes.c_int, POINTER, ctypes.c_int, POINTER, size, DEALLOCATE, POINTER),
         )
         self._kept: dict[int, object] = {}
-        """Arrays and bytes that tensors refer to, by number."""
         self._numbers = itertools.count(1)
         self._deallocate = DEALLOCATE(self._release)
 
@@ -143,14 +140,17 @@ class Library:
 
     def declare_checked(self, name: str, result: Any, *arguments: Any) -> Callable[..., Any]:
         """Return a function whose last argument is the status. It raises TensorFlowError."""
-        function, statuses = self.declare(name, result, *arguments, POINTER), self._status
+        function = self.declare(name, result, *arguments, POINTER)
 
         def call(*values: Any) -> Any:
-            status = statuses.pointer
-            returned = function(*values, status)
-            if code := self._code(status):
-                raise TensorFlowError(self._message(status).decode(errors="replace"), code)
-            return returned
+            status = self._new_status()
+            try:
+                returned = function(*values, status)
+                if code := self._code(status):
+                    raise TensorFlowError(self._message(status).decode(errors="replace"), code)
+                return returned
+            finally:
+                self._delete_status(status)
 
         return call
 
@@ -164,10 +164,7 @@ class Library:
         self.declare(name, None, POINTER)(pointer)
 
     def tensor(self, value: Array | bytes) -> int:
-        """Return a tensor of an array, or a scalar of bytes.
-
-        Its memory is used, not copied. The memory of an array is used where it is aligned to 64 bytes.
-        """
+        """Return a tensor of an array or a scalar of bytes. Memory aligned to 64 bytes is used as it is."""
         number, shape = next(self._numbers), getattr(value, "shape", ())
         if isinstance(value, bytes):
             place = ctypes.cast(ctypes.c_char_p(value), POINTER).value
@@ -313,7 +310,6 @@ class GraphSession:
         return Tensors(self.library, (POINTER * len(pointers))(*pointers))
 
     def _list_devices(self) -> list[bytes]:
-        """Return the type of each device, such as b"CPU"."""
         library, size = self.library, ctypes.c_int
         devices = library.declare_checked("TF_SessionListDevices", POINTER, POINTER)(self.pointer)
         try:

@@ -15,10 +15,9 @@ import numpy as np
 
 from csdctl.worker.data.arrays import Array, fields_of
 from csdctl.worker.engine.layout import Sums
-from csdctl.worker.engine.load import are_finite
 from csdctl.worker.engine.split import PrefixStep, SplitStep, micro_batch_sizes
 from csdctl.worker.engine.step import StepEngine
-from csdctl.worker.engine.tensorflow_c import OUT_OF_MEMORY, TensorFlowError
+from csdctl.worker.engine.tensorflow_c import OUT_OF_MEMORY, TensorFlowError, are_finite
 from csdctl.worker.group.communicator import Communicator
 from csdctl.worker.group.values import PeerFaultError, RankLostError, is_minority
 from csdctl.worker.process.errors import describe

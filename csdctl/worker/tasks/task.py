@@ -19,12 +19,11 @@ import numpy as np
 from csdctl.worker.compute.backend import load_backend
 from csdctl.worker.compute.forward import feature_pass
 from csdctl.worker.compute.user_code import load_augmentation
-from csdctl.worker.data.arrays import Array
+from csdctl.worker.data.arrays import Array, hash_arrays
 from csdctl.worker.data.prepared import EpochReader, SyntheticReader, sample_bytes
 from csdctl.worker.engine.forward import BatchedPass
 from csdctl.worker.engine.keras_file import Places, places_of_head, save_like
-from csdctl.worker.engine.load import hash_arrays, load_engine, load_info
-from csdctl.worker.engine.step import StepEngine, StepInfo
+from csdctl.worker.engine.step import StepEngine, StepInfo, load_compiled, load_info
 from csdctl.worker.group.communicator import Communicator
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.datasets import DatasetInfo
@@ -320,7 +319,14 @@ class ModelTask(Task):
         recipe = replace(spec.recipe, augment="") if spec.head else spec.recipe
         if self._compiled:
             augmentation = load_augmentation(recipe.augment, recipe.seed, spec.code)
-            return load_engine(self._compiled, me, recipe, spec.noise, augmentation)
+            return StepEngine(
+                *load_compiled(self._compiled, StepInfo, me.runtime),
+                recipe.seed,
+                rank=me.rank,
+                weight=me.weight,
+                noise=spec.noise,
+                augmentation=augmentation,
+            )
         from csdctl.worker.compute.compile import build_engine
 
         return build_engine(spec, me, recipe, self.example(0))

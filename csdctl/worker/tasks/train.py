@@ -15,8 +15,8 @@ import numpy as np
 from csdctl.worker.data.arrays import Array, fields_of
 from csdctl.worker.data.prepared import PreparedSamples, sample_bytes
 from csdctl.worker.engine.layout import GradientNoise, Sums, add_sums
-from csdctl.worker.engine.load import are_finite
 from csdctl.worker.engine.step import StepEngine
+from csdctl.worker.engine.tensorflow_c import are_finite
 from csdctl.worker.group.communicator import Communicator
 from csdctl.worker.group.values import ExpectedTails, LinkLostError, StepVoidError, is_minority
 from csdctl.worker.process.errors import JobError, WorkerError
@@ -79,8 +79,8 @@ class StepSums:
         total = train.sum_step(communicator, layout, compute_s, norm=norm, is_last=is_last)
         self.ended = time.perf_counter()
         step_total: Array = total[layout.step]
-        self.tail = total[layout.stop :][: 2 + len(train.spec.ranks)].copy()
-        loss = 0.0 if train.step.info.sums else train.summed.read_sums(step_total).loss
+        self.tail = total[layout.step_size :][: 2 + len(train.spec.ranks)].copy()
+        loss = 0.0 if train.step.info.sums else train.step.read_sums(step_total[layout.sums]).loss
         train.check_finite(loss, float(np.add.reduce(step_total)), communicator, *self._batch)
         if train.is_root and train.tells_noise:
             self.noise = GradientNoise.estimate(
@@ -107,7 +107,7 @@ class Train(ModelTask):
             or self.step.info.sums
             or self.step.has_noise
             or self.step.layout.has_summed
-            or self.step.has_loss_scaling
+            or self.step.info.has_loss_scaling
         )
         self.tells_noise = is_plain and all(rank.weight == 1.0 for rank in self.spec.ranks)
         """Whether the gradient noise follows from the norms of the ranks' gradients."""
@@ -294,7 +294,7 @@ class Train(ModelTask):
         """
         vector = communicator.local
         is_stopping = is_last and self.is_root and self.orders.is_stopping
-        tail = vector[layout.stop :][: 2 + len(self.spec.ranks)]
+        tail = vector[layout.step_size :][: 2 + len(self.spec.ranks)]
         tail[:] = 0
         tail[0], tail[1 + self.me.rank], tail[-1] = is_stopping, compute_s, norm
         counts = self.progress.weigh(self.progress.step_samples)
@@ -302,7 +302,7 @@ class Train(ModelTask):
             layout.count, dict(zip(communicator.members, counts, strict=True)), layout.gradients.stop
         )
         # With loss scaling, the optimizer skips a gradient that overflowed.
-        total = communicator.sum(vector, expected, checks_finite=not self.step.has_loss_scaling)
+        total = communicator.sum(vector, expected, checks_finite=not self.step.info.has_loss_scaling)
         if not expected.is_count_of(total, communicator.counted):
             raise WorkerError(
                 f"the sum over the ranks is of {total[layout.count]:g} samples, expected "
@@ -370,7 +370,7 @@ class Train(ModelTask):
         the cause, or the training diverges. Rank 0 raises WorkerError. The other ranks wait for its end.
         """
         # With loss scaling, the optimizer skips a gradient that overflowed and lowers the scale.
-        if math.isfinite(loss) and (math.isfinite(total) or self.step.has_loss_scaling):
+        if math.isfinite(loss) and (math.isfinite(total) or self.step.info.has_loss_scaling):
             return
         fields = [values for array in batch for values in fields_of(array).values()]
         are_inputs_finite = communicator.gather(all(np.isfinite(values).all() for values in fields), bool)

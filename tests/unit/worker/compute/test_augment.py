@@ -55,9 +55,8 @@ def test_random_numbers_are_a_function_of_seed_step_and_rank(make: Make, tmp_pat
     assert not np.array_equal(other(samples, LABELS, 0, 0)[0], first[0, 0])
 
 
-@pytest.mark.parametrize("draw", ["random.random()", "np.random.random()"])
-def test_global_generators_of_a_library_repeat_too(draw: str, make: Make) -> None:
-    augmentation = make(f"return samples + {draw}, labels")
+def test_global_generators_of_a_library_repeat_too(make: Make) -> None:
+    augmentation = make("return samples + [[random.random(), np.random.random()]], labels")
     samples = np.zeros((2, 2), np.float32)
     first, other = (augmentation(samples, LABELS[:2], step, 0)[0] for step in (0, 1))
     random.seed()
@@ -94,13 +93,10 @@ def test_types_are_converted_where_no_value_changes(body: str, samples: np.ndarr
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ("return samples", "returned a ndarray, expected (samples, labels)"),
         ("pass", "returned a NoneType, expected (samples, labels)"),
         ("return samples[:3], labels", "returned samples as 3×3×3×1 uint8, expected 4×3×3×1 uint8"),
         ("return samples, labels[:, None]", "returned labels as 4×1 int32, expected 4 int32"),
         ("return samples / 255, labels", "returned samples as 4×3×3×1 float64, expected 4×3×3×1 uint8"),
-        ("return samples, labels * np.nan", "returned labels as 4 float64, expected 4 int32"),
-        ("return samples.astype(str), labels", "returned samples as a ndarray, expected 4×3×3×1 uint8"),
         ("return samples, {'y': labels}", "returned labels as a dict, expected 4 int32"),
     ],
 )
@@ -241,19 +237,10 @@ def test_gradient_is_that_of_the_augmented_batch_of_this_step(
     assert not np.allclose(vectors[0], plain.local(SAMPLES, CLASSES))
 
 
-def test_rank_without_others_trains_on_the_same_batch(reference: str) -> None:
-    plain, own = own_step(""), own_step(reference)
-    for number in range(3):
-        own.set_step(number, 0.5)
-        plain.set_step(number, 0.5)
-        loss = own.alone(SAMPLES, CLASSES).mean_loss
-        assert loss == pytest.approx(plain.alone(*augmented(reference, number)).mean_loss, rel=1e-5)
-
-
 def test_evaluation_is_not_augmented_and_rank_0_can_take_the_random_states_of_others(reference: str) -> None:
     plain, own = own_step(""), own_step(reference)
     assert own.evaluate(SAMPLES, CLASSES) == plain.evaluate(SAMPLES, CLASSES)
-    own.set_step(6, 0.5, 0)
+    own.position = 6, 0
     expected = plain.local(*Augmentation(reference, 9)(SAMPLES, CLASSES, 6, 0))
     assert np.allclose(own.local(SAMPLES, CLASSES), expected, rtol=1e-5, atol=1e-6)
 

@@ -5,12 +5,10 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from csdctl.worker.compute.backend import _use_gpu
 from csdctl.worker.protocol.events import Failed, event_from_line
 from csdctl.worker.protocol.json_codec import to_json
 from csdctl.worker.protocol.recipe import Recipe
@@ -55,27 +53,6 @@ def test_rank_that_must_have_a_gpu_says_what_is_missing(tmp_path: Path) -> None:
     assert "CUDA, sees no GPU; the fleet file has `device: gpu`" in failed.message
     assert "nvidia-smi" in failed.remedy
     assert "tensorflow[and-cuda]" in failed.remedy
-
-
-def test_first_gpu_is_used_in_float32_with_memory_as_needed() -> None:
-    """A recorder in place of TensorFlow: this shows what is called, not what a GPU does."""
-    called: dict[str, tuple[Any, ...]] = {}
-
-    def recording(name: str) -> Any:
-        return lambda *arguments: called.update({name: arguments})
-
-    names = ("set_memory_growth", "enable_tensor_float_32_execution")
-    config = SimpleNamespace(
-        list_physical_devices=lambda kind: [f"{kind}:0", f"{kind}:1"],
-        set_visible_devices=recording("set_visible_devices"),
-        experimental=SimpleNamespace(**{name: recording(name) for name in names}),
-    )
-    _use_gpu(SimpleNamespace(config=config), is_required=True)
-    assert called == {
-        "set_visible_devices": (["GPU:0"], "GPU"),
-        "set_memory_growth": ("GPU:0", True),
-        "enable_tensor_float_32_execution": (False,),
-    }
 
 
 SETTINGS = {"floatx": "float64", "epsilon": 0.01, "image_data_format": "channels_first"}

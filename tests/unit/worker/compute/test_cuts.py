@@ -82,14 +82,6 @@ def test_first_frozen_layers_of_a_base_are_its_frozen_prefix() -> None:
     assert not split_at(cut)[0].trainable_variables
 
 
-def test_sequential_models_in_each_other_are_cut() -> None:
-    inner = keras().Sequential(
-        [keras().Input((8, 8, 3)), make_base("deep"), keras().layers.Flatten(name="flat")]
-    )
-    model = keras().Sequential([keras().Input((8, 8, 3)), inner, keras().layers.Dense(2)])
-    assert layers_of(model)[-3:] == ["deep_conv2", "deep", inner.name]
-
-
 def name_twice() -> Any:
     inputs = keras().Input((8, 8, 3))
     narrow = keras().layers.Conv2D(3, 1, name="narrow")

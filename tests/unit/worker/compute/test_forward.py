@@ -16,15 +16,14 @@ from csdctl.worker.compute.keras_internals import compile_arguments
 from csdctl.worker.compute.model import load, save_weights, with_settings
 from csdctl.worker.data.arrays import Array, dtype_to_text
 from csdctl.worker.engine.keras_file import places_of_head, save_like
-from csdctl.worker.engine.load import load_engine, load_info
-from csdctl.worker.engine.step import StepInfo
+from csdctl.worker.engine.step import StepEngine, StepInfo, load_compiled, load_info
 from csdctl.worker.ingest.extract import extract
 from csdctl.worker.protocol.datasets import DatasetInfo
 from csdctl.worker.protocol.features import VALUES, ExtractSpec, ResultRule
 from csdctl.worker.protocol.json_codec import to_json
 from csdctl.worker.protocol.model_info import CompileRequest, CompileRequests
 from csdctl.worker.protocol.recipe import Recipe
-from csdctl.worker.protocol.run_spec import CompiledStep, HeadSpec, Prefix, RankSpec, Runtime
+from csdctl.worker.protocol.run_spec import CompiledStep, HeadSpec, Prefix, Runtime
 from tests.unit.worker.compute.built_models import as_records, carry, keras
 from tests.unit.worker.ingest.prepared_data import extract_spec, store_prefix, stored
 
@@ -213,8 +212,7 @@ def test_step_of_the_head_saves_the_whole_model_as_keras_does(tmp_path: Path) ->
         data = DatasetInfo("", 0, (shape,), "float32", (), 3, "")
         assert not compile_step(CompileRequest(*map(str, paths), RECIPE, data, str(tmp_path / name)))
         files[name] = files_in(tmp_path / name, "template.keras")
-    me = RankSpec(0, "", 8, Runtime(), None, None, 0, 0)
-    engine = load_engine(files["head"], me, RECIPE, None)
+    engine = StepEngine(*load_compiled(files["head"], StepInfo, Runtime()), RECIPE.seed)
     for step in range(3):
         engine.set_step(step, 0.02)
         engine.alone(features, classes)

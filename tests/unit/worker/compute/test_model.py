@@ -1,4 +1,4 @@
-"""User models: the files transferred to the nodes, and models that are refused."""
+"""User models: the files transferred to the nodes, a compile() of their own, and models that are refused."""
 
 import json
 import os
@@ -7,7 +7,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +15,18 @@ import pytest
 
 import csdctl
 from csdctl.shipping.store import pack_code
-from csdctl.worker.compute.model import build, find_stateful_layers, load, load_weights, save_weights
-from csdctl.worker.compute.user_code import load_function
+from csdctl.worker.compute.model import (
+    build,
+    describe_compile,
+    find_stateful_layers,
+    load,
+    load_weights,
+    save_weights,
+)
+from csdctl.worker.compute.user_code import import_file, load_function
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.json_codec import to_json
-from csdctl.worker.protocol.model_info import BuildRequest, BuildSpec, ModelInfo
+from csdctl.worker.protocol.model_info import BUILDER, BuildRequest, BuildSpec, ModelInfo, OwnCompile
 from csdctl.worker.protocol.recipe import LossTerm, Recipe
 from csdctl.worker.protocol.run_spec import UserCode
 from tests.unit.worker.compute.built_models import keras
@@ -83,6 +89,47 @@ def compiled():
     model = keras.Sequential([keras.Input((4,)), layers.Dense(3)])
     model.compile(keras.optimizers.Adam(0.003), "mse", metrics=["mae"])
     return model
+
+
+@keras.saving.register_keras_serializable("own_compile")
+class Classifier(keras.Model):
+    def __init__(self, units):
+        super().__init__()
+        self.units = units
+        self.dense = keras.layers.Dense(units)
+        self.compile()
+
+    def call(self, inputs):
+        return self.dense(inputs)
+
+    def get_config(self):
+        return {"units": self.units}
+
+    def compile(self, optimizer="adam", loss="mean_absolute_error", *, metrics="auto", **arguments):
+        metrics = ["mean_squared_error"] if metrics == "auto" else metrics
+        super().compile(optimizer=optimizer, loss=loss, metrics=metrics, **arguments)
+
+
+def classifier():
+    model = Classifier(3)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.RMSprop(0.003), loss, metrics=["accuracy"])
+    return model
+
+
+class SmallGan(keras.Model):
+    def __init__(self, generator, latent=3):
+        super().__init__()
+        self.generator, self.latent = generator, latent
+        self.discriminator = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+
+    def compile(self, d_optimizer, g_optimizer, loss_fn, penalty=1.0):
+        super().compile()
+        self.d_optimizer, self.g_optimizer, self.loss_fn = d_optimizer, g_optimizer, loss_fn
+        self.penalty = penalty
+
+    def train_step(self, real):
+        return {}
 
 
 class Falling(keras.optimizers.schedules.LearningRateSchedule):
@@ -197,23 +244,6 @@ def test_atexit_handlers_of_user_code_run(tmp_path: Path) -> None:
         [sys.executable, "-m", "csdctl.worker", "build"], input=f"{request}\n".encode(), check=True
     )
     assert (tmp_path / "at-the-end").exists()
-
-
-def test_code_in_place_of_other_code_of_the_same_size_and_time_is_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
-    shown = "print(VALUE, beside_it.VALUE, parts.VALUE, parts.deep.VALUE)"
-    loads = f"from csdctl.worker.compute.user_code import *; import_file(Path({str(tmp_path / 'mine.py')!r}))"
-    for value, program in enumerate(("import mine", loads)):  # the first is the user's own, with .pyc files
-        for name in ("mine.py", "beside_it.py", "parts/__init__.py", "parts/deep.py"):
-            (tmp_path / name).parent.mkdir(exist_ok=True)
-            imports = f"import beside_it, parts.deep; {shown}\n" * (name == "mine.py")
-            (tmp_path / name).write_text(f"VALUE = {value}\n{imports}")
-            os.utime(tmp_path / name, (1, 1))
-        run = partial(subprocess.run, cwd=tmp_path, check=True, capture_output=True, text=True)
-        assert run([sys.executable, "-c", program]).stdout == f"{value} {value} {value} {value}\n"
-    assert (tmp_path / "__pycache__").exists()
 
 
 class Runs:
@@ -364,7 +394,6 @@ def test_layers_that_keep_state_of_their_samples_are_found() -> None:
         norm: 1,
         keras().Sequential([keras().Input((4,)), norm, layers.Dense(2)]): 1,
         keras().Sequential([keras().Input((4,)), layers.SpectralNormalization(layers.Dense(2))]): 1,
-        keras().Sequential([keras().Input(batch_shape=(1, 3, 2)), layers.LSTM(2, stateful=True)]): 1,
         keras().Sequential([keras().Input((4,)), layers.BatchNormalization(trainable=False)]): 0,
         keras().Sequential([keras().Input((8, 8, 3)), layers.RandomFlip(), *fixed]): 0,
     }
@@ -392,3 +421,112 @@ def test_pickled_weights_are_not_read(tmp_path: Path) -> None:
     np.savez(tmp_path / "weights.npz", w00000=np.array([{"a": 1}], dtype=object))
     with pytest.raises(ValueError, match="allow_pickle"):
         load_weights(tmp_path / "weights.npz")
+
+
+def test_what_the_user_compiled_reaches_the_ranks(tmp_path: Path, mine: Path) -> None:
+    spec = replace(spec_of(f"{mine}:classifier", tmp_path), sample_shapes={"": ("float32", (4,))})
+    assert build(BuildRequest(replace(spec, recipe=Recipe()), str(tmp_path))).recipe.optimizer == "RMSprop"
+    assert BUILDER not in (tmp_path / "architecture.json").read_text()
+    loaded = load(tmp_path / "architecture.json", tmp_path / "weights.npz")
+    assert type(loaded.optimizer).__name__ == "RMSprop"
+    assert loaded.loss.name == "sparse_categorical_crossentropy"
+    assert loaded._compile_config.config["metrics"] == ["accuracy"]
+
+
+def small_gan(mine: Path) -> Any:
+    generator = keras().Sequential([keras().Input((2,)), keras().layers.Dense(4)])
+    model = import_file(mine).SmallGan(generator, latent=2)
+    loss = keras().losses.BinaryCrossentropy(from_logits=True)
+    model.compile(keras().optimizers.SGD(0.1), keras().optimizers.Adam(0.2), loss, penalty=7.0)
+    return model
+
+
+def test_model_from_python_with_its_own_train_step_and_compile_reaches_the_ranks(
+    tmp_path: Path, mine: Path
+) -> None:
+    model, samples = small_gan(mine), np.ones((6, 4), np.float32)
+    job = csdctl.Job.from_model(model, samples, directory=tmp_path / "job", code=[mine]).load()
+    roots = tuple(map(str, job.code_roots))
+    spec = BuildSpec(job.model, {}, Recipe(), str(tmp_path), roots, {"": ("float32", (4,))})
+    info = build(BuildRequest(spec, str(tmp_path)))
+    assert (info.has_own_step, info.needs_code) == (True, True)
+    (tmp_path / "code.zip").write_bytes(pack_code([mine]))
+    del sys.modules[mine.stem]  # as on a node, which has the packed code alone
+    code = UserCode(str(tmp_path / "code.zip"), (mine.stem,))
+    loaded = load(tmp_path / "architecture.json", tmp_path / "weights.npz", code)
+    found = [float(one.learning_rate) for one in (loaded.d_optimizer, loaded.g_optimizer)]
+    assert found == pytest.approx([0.1, 0.2])
+    assert (loaded.loss_fn.from_logits, loaded.penalty) == (True, 7.0)
+    assert (loaded.generator.input_shape, loaded.latent) == ((None, 2), 2)
+    pairs = zip(loaded.weights, model.weights, strict=True)
+    assert all(np.array_equal(np.asarray(one), np.asarray(other)) for one, other in pairs)
+    assert np.array_equal(load_function(job.data.public.function)(job.data.public.path), samples)
+
+
+def test_argument_of_an_own_compile_that_the_model_does_not_keep_is_named(tmp_path: Path, mine: Path) -> None:
+    model = small_gan(mine)
+    del model.g_optimizer
+    with pytest.raises(csdctl.CsdctlError, match=r"compile\(\) of SmallGan takes g_optimizer"):
+        csdctl.Job.from_model(model, np.ones((6, 4)), directory=tmp_path / "job", code=[mine])
+
+
+@pytest.mark.parametrize(
+    ("x", "last", "message"),
+    [
+        (np.ones((4, 3)), 0, "expected axis -1 of input shape to have value 2"),
+        (np.ones((4, 2)), 3, "outside the valid range"),
+    ],
+)
+def test_data_whose_loss_cannot_be_computed_is_refused(
+    tmp_path: Path, x: np.ndarray[Any, Any], last: int, message: str
+) -> None:
+    model = keras().Sequential([keras().Input((2,)), keras().layers.Dense(3)])
+    model.compile("sgd", keras().losses.SparseCategoricalCrossentropy(from_logits=True))
+    labels = np.array([0, 1, last, 2])
+    with pytest.raises(csdctl.CsdctlError, match=message):
+        csdctl.Job.from_model(model, x, labels, directory=tmp_path)
+    assert not list(tmp_path.iterdir())
+    csdctl.Job.from_model(model, np.ones((4, 2)), labels % 3, directory=tmp_path)
+    model.evaluate(np.ones((4, 2)), labels % 3, verbose=0)
+
+
+def test_library_that_a_machine_lacks_is_named(tmp_path: Path) -> None:
+    model = keras().Sequential([keras().Input((4,)), keras().layers.Dense(2, name="last")])
+    text = model.to_json().replace(
+        '"keras.layers", "class_name": "Dense"', '"some_hub.layers", "class_name": "D"'
+    )
+    (tmp_path / "architecture.json").write_text(text)
+    save_weights(tmp_path / "weights.npz", model.get_weights())
+    with pytest.raises(WorkerError, match="^has no some_hub, which the model needs$") as caught:
+        load(tmp_path / "architecture.json", tmp_path / "weights.npz")
+    assert "install it on all machines" in caught.value.remedy
+
+
+def sgd(rate: Any) -> Any:
+    return keras().optimizers.SGD(rate)
+
+
+@pytest.mark.parametrize(
+    ("compiled", "expected"),
+    [
+        ({}, None),
+        ({"optimizer": "adam", "loss": "mse"}, OwnCompile("Adam", 0.001)),
+        (
+            {"optimizer": sgd(0.3), "loss": "mse", "metrics": ["mae", keras().metrics.AUC(name="a")]},
+            OwnCompile("SGD", 0.3, metrics=("mae", "a")),
+        ),
+        (
+            {"optimizer": sgd(keras().optimizers.schedules.CosineDecay(0.1, 9)), "loss": "mse"},
+            OwnCompile("SGD", 0.1, "CosineDecay"),
+        ),
+        (
+            {"optimizer": None, "loss": None, "weighted_metrics": {"dense": ["mae"]}},
+            OwnCompile("", 0.0, "", ("mae",)),
+        ),
+    ],
+)
+def test_compile_is_described(compiled: dict[str, Any], expected: OwnCompile | None) -> None:
+    model = keras().Sequential([keras().Input((4,)), keras().layers.Dense(2, name="dense")])
+    if compiled:
+        model.compile(**compiled)
+    assert describe_compile(model) == expected

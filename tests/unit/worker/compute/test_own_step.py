@@ -120,7 +120,8 @@ class Ranks:
         def each_rank(method: str, exchange: Callable[[int, Any], Any]) -> list[Any]:
             results = []
             for rank, (step, batch) in enumerate(zip(self.steps, batches, strict=True)):
-                step.set_step(number, step.compiler.first_rate, rank)
+                step.set_step(number, step.compiler.first_rate)
+                step.position = number, rank
                 no_labels = np.zeros((len(batch), 0), np.float32)
                 results.append(getattr(step, method)(batch, no_labels, exchange))
             return results
@@ -331,16 +332,6 @@ class Compiled(Pair):
     def compile(self, **options: Any) -> None:
         keras.Model.compile(self, keras.optimizers.SGD(0.1), **options)
         self.second_optimizer = self.optimizer
-
-
-def test_loss_that_train_step_computes_is_reported_beside_an_unused_tracker_of_keras() -> None:
-    class Model(Compiled):
-        def train_step(self, data: Any) -> Any:
-            return {**update_second(self, data), "unused": self.tracker.result()}
-
-    model = Model()
-    model.compile(loss="mse")
-    assert make_step(model).alone(samples(4), NO_LABELS).mean_loss > 0.01
 
 
 @pytest.mark.parametrize(

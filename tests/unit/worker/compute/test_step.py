@@ -15,8 +15,6 @@ from csdctl.worker.compute.backend import tf
 from csdctl.worker.compute.compile import make_compiler, trace
 from csdctl.worker.compute.recipe import compile_model
 from csdctl.worker.engine.layout import GradientNoise
-from csdctl.worker.engine.tensorflow_c import TensorFlowError
-from csdctl.worker.process.errors import describe
 from csdctl.worker.protocol.recipe import LossTerm, Recipe
 from tests.unit.worker.compute.built_models import Step, keras, make_step
 
@@ -93,18 +91,6 @@ def test_rank_alone_counts_its_samples_with_their_weight() -> None:
     assert expected.count == pytest.approx(0.25 * len(SAMPLES))
     for one, other in zip(state_of(apart), state_of(alone), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-5)
-
-
-def test_error_of_a_model_whose_batch_size_is_fixed_names_the_sizes() -> None:
-    inputs = keras().Input(batch_shape=(8, 4))
-    outputs = keras().layers.Dense(3)(keras().ops.reshape(inputs, (8, 4)))
-    samples, labels = np.zeros((5, 4), np.float32), np.zeros(5, np.int32)
-    recipe = Recipe(from_logits=True, learning_rate=0.1)
-    step = make_step(keras().Model(inputs, outputs), recipe, samples, labels)
-    with pytest.raises(TensorFlowError) as caught:
-        step.local(samples, labels)
-    sizes = "Input to reshape is a tensor with 20 values, but the requested shape has 32"
-    assert describe(caught.value) == f"TensorFlowError: {sizes}"
 
 
 @pytest.mark.parametrize("sizes", [(3, 13), (8, 8), (1, 1, 30)])

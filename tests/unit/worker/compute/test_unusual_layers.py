@@ -219,9 +219,3 @@ def test_assertion_of_a_layer_holds() -> None:
     step = make_step(behind(Checked()), RECIPE, SAMPLES, CLASSES)
     with pytest.raises(TensorFlowError, match="assertion failed"):
         step.local(SAMPLES, CLASSES)
-
-
-def test_big_endian_samples_are_the_same_numbers() -> None:
-    step = make_step(behind(), RECIPE, SAMPLES, CLASSES)
-    expected = step.evaluate(SAMPLES, CLASSES)
-    assert step.evaluate(SAMPLES.astype(">f4"), CLASSES.astype(">i4")) == expected

@@ -11,8 +11,7 @@ import pytest
 
 from csdctl.worker.compute.backend import tf
 from csdctl.worker.compute.objective import Objective
-from csdctl.worker.compute.statistics import Statistics
-from csdctl.worker.compute.step_compiler import Compiler, StepCompiler
+from csdctl.worker.compute.step_compiler import Compiler, Statistics, StepCompiler
 from csdctl.worker.compute.trace import Values
 from csdctl.worker.engine.step import StepEngine
 from csdctl.worker.process.errors import WorkerError
@@ -71,7 +70,7 @@ def apply_no_changes(original: Any, self: Any, changes: Any) -> None:
 
 
 @fault("seeds of another rank", StepEngine, "_key")
-def make_key_without_rank(original: Any, self: Any, what: str = "") -> int:
+def make_key_without_rank(original: Any, self: Any, what: str = "", rank: int | None = None) -> int:
     return int.from_bytes(what.encode(), "big") % (1 << 32)
 
 

@@ -16,9 +16,9 @@ from csdctl.runs.directory import ProjectDirectory
 from csdctl.worker.compute.backend import load_backend
 from csdctl.worker.compute.model import save_model
 from csdctl.worker.compute.recipe import compile_model
+from csdctl.worker.data.arrays import hash_arrays
 from csdctl.worker.data.prepared import SyntheticReader
 from csdctl.worker.engine.layout import Sums
-from csdctl.worker.engine.load import hash_arrays
 from csdctl.worker.group.communicator import Communicator
 from csdctl.worker.group.values import LinkLostError, StepVoidError, decode_value, encode_value
 from csdctl.worker.process.errors import WorkerError
@@ -402,8 +402,8 @@ def test_rank_gives_its_own_samples_and_seconds_and_asks_nobody_to_stop() -> Non
     assert len(group.given) == num_steps
     for vector, _ in group.given[:-1]:
         assert vector[layout.count] == SIZES[2]
-        assert vector[layout.stop] == 0
-        assert [seconds > 0 for seconds in vector[layout.stop + 1 : -1]] == [False, False, True]
+        assert vector[layout.step_size] == 0
+        assert [seconds > 0 for seconds in vector[layout.step_size + 1 : -1]] == [False, False, True]
 
 
 def test_rank_0_expects_of_each_rank_that_takes_part_its_weighted_samples() -> None:
@@ -447,7 +447,7 @@ def test_slow_rank_gets_fewer_samples_within_a_constant_global_batch(
     """No other gets more than its `limit`, which is what its memory holds."""
 
     def slow_down(total: np.ndarray, layout: Any) -> None:
-        total[layout.stop + 1 : -1] = 0.01, 0.0, 10.0
+        total[layout.step_size + 1 : -1] = 0.01, 0.0, 10.0
 
     task = load_task(epochs=8)
     host, *nodes = task.spec.ranks
@@ -464,7 +464,7 @@ def change_count(total: np.ndarray, layout: Any) -> None:
 
 
 def change_stop(total: np.ndarray, layout: Any) -> None:
-    total[layout.stop] = 1
+    total[layout.step_size] = 1
 
 
 def lose_numbers(total: np.ndarray, layout: Any) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from csdctl.worker.compute.backend import load_backend
 from csdctl.worker.compute.keras_step import KerasStep
-from csdctl.worker.engine.load import hash_arrays
+from csdctl.worker.data.arrays import hash_arrays
 from csdctl.worker.engine.step import ROUNDOFFS
 from csdctl.worker.group.communicator import Communicator
 from csdctl.worker.group.values import RankLostError, decode_value, encode_value
