@@ -294,15 +294,13 @@ class StepEngine:
         return self.read_sums(total[self.layouts[-1].sums.start :])
 
     def local_sums(self, images: Array, labels: Array, totals: Sequence[Array] = ()) -> Array:
-        """Return this rank's parts of a step's sums, joined. `totals`: the sums of several ranks."""
+        """Return this rank's parts of an own train_step's sums, joined. `totals`: of several ranks."""
         parts: list[Array] = []
 
         def exchange(number: int, part: Array) -> Array:
             parts.append(part.copy())
             return totals[number] if len(totals) else part
 
-        if not self.info.sums:
-            return self.local(images, labels)
         self._walk(images, labels, exchange)
         return self.join(parts)
 

@@ -1,4 +1,4 @@
-"""Unequal batches, summed, take the steps of Keras' own train_on_batch with all samples; learning rates."""
+"""Unequal batches, summed, take the steps of Keras' own train_on_batch; data by name; learning rates."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -483,6 +483,69 @@ def test_layer_that_writes_its_trainable_weight_is_refused() -> None:
     with pytest.raises(WorkerError, match="forward pass writes .*centered/kernel") as caught:
         make_step(model, Recipe(from_logits=True, **SGD), np.zeros((0, 9), np.float32), CLASSES)
     assert (caught.value.exit_code, "trainable=False" in caught.value.remedy) == (2, True)
+
+
+FEW = 12
+INPUTS = {"b": generator.random((FEW, 1)), "a": generator.random((FEW, 3))}
+LABELS = {"kind": np.arange(FEW) % 2, "age": generator.random(FEW)}
+FACTORS = np.linspace(0, 2, FEW)
+LOSSES = {"kind": "sparse_categorical_crossentropy", "age": "mse"}
+
+
+def named_or_in_order(*, named: bool, normalized: bool = False, features: bool = False) -> Any:
+    """Return a model of two inputs and two outputs, as dicts or as lists; `features`: with a third one."""
+    first, second = keras().Input((3,), name="a"), keras().Input((1,), name="b")
+    scaled = keras().layers.Rescaling(0.5)(first)
+    joined = keras().layers.Concatenate()([scaled, second])
+    outputs = {
+        "kind": keras().layers.Dense(2, activation="softmax", name="kind")(joined),
+        "age": keras().layers.Dense(1, name="age")(joined),
+    }
+    if features:
+        outputs = {"features": keras().layers.Dense(4, name="features")(joined), **outputs}
+    # A dict of tensors that are no inputs: Keras clones them under other names.
+    inputs = {"a": scaled if normalized else first, "b": second}
+    model = keras().Model(
+        inputs if named else list(inputs.values()), outputs if named else list(outputs.values())
+    )
+    losses = LOSSES if named or not features else {**LOSSES, "features": None}
+    model.compile("sgd", loss=losses)
+    return model
+
+
+def loss_in_evaluation(model: Any, samples: np.ndarray, labels: np.ndarray) -> float:
+    step = Step(model, Recipe(input_range=None), (samples[:0], labels[:0]))
+    return step.evaluate(samples, labels).mean_loss
+
+
+def loss_in_keras(model: Any, inputs: Any, labels: Any) -> float:
+    return float(model.evaluate(inputs, labels, sample_weight=FACTORS, verbose=0, return_dict=True)["loss"])
+
+
+@pytest.mark.parametrize("normalized", [False, True])
+def test_dicts_are_taken_by_name_in_any_order(normalized: bool) -> None:
+    model = named_or_in_order(named=True, normalized=normalized)
+    expected = loss_in_keras(model, INPUTS, LABELS)
+    for order in (list, lambda names: list(reversed(list(names)))):
+        samples = as_records({name: INPUTS[name] for name in order(INPUTS)})
+        labels = as_records({name: LABELS[name] for name in order(LABELS)}, FACTORS)
+        assert loss_in_evaluation(model, samples, labels) == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize("features", [False, True])
+def test_tuples_are_taken_in_order_and_an_output_without_a_loss_needs_no_labels(
+    named: bool, features: bool
+) -> None:
+    model = named_or_in_order(named=named, features=features)
+    inputs, labels = (INPUTS["a"], INPUTS["b"]), tuple(LABELS.values())
+    samples = as_records({f"input_{number}": values for number, values in enumerate(inputs)})
+    records = as_records({f"output_{number}": values for number, values in enumerate(labels)}, FACTORS)
+    if features:
+        samples, records = as_records(INPUTS), as_records(LABELS, FACTORS)
+    unused = [np.zeros((FEW, 4))] * features
+    expected = loss_in_keras(model, *((INPUTS, LABELS) if named else ([*inputs], [*unused, *labels])))
+    assert loss_in_evaluation(model, samples, records) == pytest.approx(expected, rel=1e-6)
 
 
 RECIPE = Recipe(epochs=10, learning_rate=0.1, reference_batch=256, warmup_epochs=2.0)

@@ -290,37 +290,22 @@ def update_second(
     return {"loss": tf.reduce_mean(loss)}
 
 
-def _with_sharpness(model: Any, data: Any) -> Any:
-    """Move the weights along the rank's own gradient and back, as sharpness-aware minimization does."""
-    with tf.GradientTape() as tape:
-        loss = tf.reduce_mean(tf.square(model.second(data)))
-    variables = model.second.trainable_variables
-    moves = [0.3 * gradient for gradient in tape.gradient(loss, variables)]
-    for variable, move in zip(variables, moves, strict=True):
-        variable.assign_add(move)
-    logs = update_second(model, data)
-    for variable, move in zip(variables, moves, strict=True):
-        variable.assign_sub(move)
-    return logs
-
-
 @pytest.mark.parametrize(
-    ("step", "is_equal"),
+    "step",
     [
-        (lambda model, data: update_second(model, data, tf.identity), True),
-        (lambda model, data: tf.function(lambda batch: update_second(model, batch))(data), True),
-        (_with_sharpness, False),
+        lambda model, data: update_second(model, data, tf.identity),
+        lambda model, data: tf.function(lambda batch: update_second(model, batch))(data),
     ],
-    ids=["gradients of all samples added", "a tf.function", "sharpness"],
+    ids=["gradients of all samples added", "a tf.function"],
 )
-def test_steps_of_unusual_losses_and_writes_end_with_the_same_bits(step: Any, is_equal: bool) -> None:
+def test_steps_of_unusual_losses_end_with_the_same_bits(step: Any) -> None:
     data, reference = samples(2 * BATCH), _with(step, seed=4)
     fit(reference, data)
     steps = [make_step(_with(step, seed=4), rank) for rank in range(3)]
     sums = train(steps, data)
     for of_rank in steps[1:]:
         assert all(map(np.array_equal, weights_of(steps[0].model), weights_of(of_rank.model)))
-    assert (far(steps[0].model, reference) < 2e-6) == is_equal
+    assert far(steps[0].model, reference) < 2e-6
     assert sums[-1][0].loss > 0
 
 
