@@ -48,6 +48,17 @@ def rows_from(part: DatasetSlice, start: int, stop: int, seed: int = 5) -> Datas
     return dataclasses.replace(part, start=start, stop=stop, permutation_seed=seed)
 
 
+def rank_of(
+    number: int,
+    private: DatasetSlice | None = None,
+    public: DatasetSlice | None = None,
+    sizes: tuple[int, int] = (0, 0),
+    *options: int,
+) -> RankSpec:
+    """Return a rank with so many private and public samples."""
+    return RankSpec(number, f"node{number}", 8, Runtime(1), private, public, *sizes, *options)
+
+
 def run_of(*ranks: RankSpec, public: DatasetSlice | None = None) -> RunSpec:
     return RunSpec("run", "", "", Recipe(seed=7), ranks, public, None, "")
 
@@ -56,11 +67,8 @@ def one_rank(
     private: DatasetSlice | None, public: DatasetSlice | None, sizes: tuple[int, int], num_repeated: int = 0
 ) -> RunSpec:
     """Return a run of one rank; `sizes`: its numbers of private and public samples without repeated ones."""
-    num_private = sizes[0] + num_repeated
-    rank = RankSpec(
-        *(0, "host", 8, Runtime(1), private, public, num_private, sizes[1]), num_repeated=num_repeated
-    )
-    return run_of(rank, public=public)
+    rank = rank_of(0, private, public, (sizes[0] + num_repeated, sizes[1]))
+    return run_of(dataclasses.replace(rank, num_repeated=num_repeated), public=public)
 
 
 @settings(deadline=None)
@@ -95,7 +103,7 @@ def test_orders_of_seeds_epochs_ranks_and_of_private_and_public_samples_differ(
     part: DatasetSlice, tmp_path: Path
 ) -> None:
     private, orders = write(tmp_path, 60), []
-    ranks = tuple(RankSpec(rank, "any", 8, Runtime(1), private, part, 60, 60) for rank in range(3))
+    ranks = [rank_of(rank, private, part, (60, 60)) for rank in range(3)]
     for seed, rank, epoch in itertools.product((7, 8), range(3), (1, 2)):
         spec = dataclasses.replace(run_of(*ranks, public=part), recipe=Recipe(seed=seed))
         reader = EpochReader(spec, rank)
@@ -109,11 +117,8 @@ def test_orders_of_seeds_epochs_ranks_and_of_private_and_public_samples_differ(
 def test_file_that_is_changed_during_an_epoch_is_refused_in_the_next(tmp_path: Path, changed: str) -> None:
     """Also one that the host reads for others."""
     public, own = write(tmp_path / "public", 60), write(tmp_path / "own", 8)
-    ranks = (
-        RankSpec(0, "host", 8, Runtime(1), own, None, 8, 0),
-        RankSpec(1, "csd0", 8, Runtime(1), None, None, 0, 60),
-    )
-    reader = EpochReader(run_of(*ranks, public=public), 0)
+    spec = run_of(rank_of(0, own, None, (8, 0)), rank_of(1, sizes=(0, 60)), public=public)
+    reader = EpochReader(spec, 0)
     reader.set_epoch(1)
     before = sha256(tmp_path / changed)
     with (tmp_path / changed).open("r+b") as file:
@@ -123,27 +128,6 @@ def test_file_that_is_changed_during_an_epoch_is_refused_in_the_next(tmp_path: P
     with pytest.raises(WorkerError, match=f"{changed} is not what was prepared: {hashes}") as raised:
         reader.set_epoch(2)
     assert raised.value.remedy == "run `csdctl prepare`"
-
-
-def test_host_reads_reassigned_samples_as_their_own_rank_would(part: DatasetSlice, tmp_path: Path) -> None:
-    """Rank 1 has public[40:60]; the host reads the rows that rank 1 would have read from its own file."""
-    ranks = (
-        RankSpec(0, "host", 8, Runtime(1), None, rows_from(part, 0, 40, 7), 0, 40),
-        RankSpec(1, "csd0", 8, Runtime(1), None, None, 0, 20, 40),
-    )
-    spec = run_of(*ranks, public=part)
-    host = EpochReader(spec, 0)
-    host.set_epoch(3)
-    images, labels = host.read_reassigned([Span(1, 5, 12)])
-    rows_of_rank_1 = rows_of(rows_from(part, 40, 60, 7), 60)
-    assert set(labels.tolist()) <= set(rows_of_rank_1.tolist())
-    assert len(set(labels.tolist())) == 7
-    assert np.array_equal(images[:, 0, 0, 0], labels.astype(np.uint8))
-    packed = host.pack_reassigned([Span(1, 5, 12)])
-    share = Share(0, 8, 0, 0, 0, 0, (Span(1, 5, 12),))
-    unpacked = host.read(share, packed)
-    assert np.array_equal(unpacked[0], images)
-    assert np.array_equal(unpacked[1], labels)
 
 
 def structured(directory: Path, num_rows: int = 40) -> DatasetSlice:
@@ -156,15 +140,17 @@ def structured(directory: Path, num_rows: int = 40) -> DatasetSlice:
     return save(directory, samples, labels)
 
 
-def test_fields_of_samples_and_labels_stay_together_wherever_they_are_read(tmp_path: Path) -> None:
+def test_host_reads_reassigned_samples_as_their_own_rank_would_and_fields_stay_together(
+    tmp_path: Path,
+) -> None:
+    """Rank 1 has public[30:40]; the host reads the rows that rank 1 would have read from its own file."""
     part, other = structured(tmp_path / "public"), structured(tmp_path / "private", 20)
-    ranks = (
-        RankSpec(0, "host", 8, Runtime(1), other, rows_from(part, 0, 30, 7), 20, 30),
-        RankSpec(1, "csd0", 8, Runtime(1), None, None, 0, 10, 30),
-    )
-    host = EpochReader(run_of(*ranks, public=part), 0)
+    own = rank_of(0, other, rows_from(part, 0, 30, 7), (20, 30))
+    host = EpochReader(run_of(own, rank_of(1, None, None, (0, 10), 30), public=part), 0)
     host.set_epoch(3)
     spans = (Span(1, 2, 6),)
+    rows = host.read_reassigned(spans)[0]["b"].tolist()
+    assert len(set(rows) & set(rows_of(rows_from(part, 30, 40, 7), 40).tolist())) == 4
     packed = host.pack_reassigned(spans)
     share = Share(0, 8, 0, 5, 0, 7, spans)
     for samples, labels in (host.read(share, packed), host.read(share), host.first(0)):

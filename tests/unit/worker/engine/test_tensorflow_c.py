@@ -76,37 +76,34 @@ def test_arrays_of_any_shape_and_order_in_memory() -> None:
         assert found.tolist() == (value + value).tolist()
 
 
-def test_large_tensor_is_not_copied(library: Library) -> None:
-    memory = np.zeros((1 << 20) + 16, np.float32)
-    aligned = memory[(-memory.ctypes.data % 64) // 4 :][: 1 << 20]
-    pointer = library.tensor(aligned)
-    try:
-        assert library.tensor_data(pointer) == aligned.ctypes.data
-    finally:
-        library.delete_tensor(pointer)
-    results = doubling(tf.float32).find("double", IDENTITY)(aligned)
-    assert results.array(0).ctypes.data == library.tensor_data(results.pointers[0])
-
-
-def test_results_live_as_long_as_their_arrays() -> None:
-    double = doubling(tf.float32).find("double", IDENTITY)
-    arrays = [double(np.full(1000, number, np.float32)).array(0) for number in range(50)]
-    gc.collect()
-    assert all((array == 2 * number).all() for number, array in enumerate(arrays))
-    with pytest.raises(ValueError, match="read-only"):
-        arrays[0][0] = 1
-
-
-def test_inputs_live_as_long_as_results_that_share_their_memory() -> None:
+def same(device: str = "cpu") -> GraphSession:
+    """y = x."""
     graph = tf.Graph()
     with graph.as_default():
         tf.identity(tf.compat.v1.placeholder(tf.float32, [None], name="x"), name="y")
-    session = GraphSession(graph.as_graph_def().SerializeToString(), Runtime())
-    same, of_others = session.find("same", IDENTITY), {*session.library._kept}
-    arrays = [same(np.full(1 << 16, number, np.float32)).array(0) for number in range(20)]
+    return GraphSession(graph.as_graph_def().SerializeToString(), Runtime(device=device))
+
+
+def test_large_tensor_is_not_copied(library: Library) -> None:
+    memory = np.zeros((1 << 20) + 16, np.float32)
+    aligned = memory[(-memory.ctypes.data % 64) // 4 :][: 1 << 20]
+    result = same().find("same", IDENTITY)(aligned).array(0)
+    assert result.ctypes.data == aligned.ctypes.data
+
+
+def test_inputs_and_results_live_as_long_as_arrays_that_share_their_memory() -> None:
+    double, session = doubling(tf.float32).find("double", IDENTITY), same()
+    keep, of_others = session.find("same", IDENTITY), {*session.library._kept}
+    inputs = [np.full(1 << 16, number, np.float32) for number in range(20)]
+    arrays = [(keep(array).array(0), double(array).array(0)) for array in inputs]
+    del inputs
     gc.collect()
-    assert all((array == number).all() for number, array in enumerate(arrays))
-    del arrays
+    for number, (kept, doubled) in enumerate(arrays):
+        assert (kept == number).all()
+        assert (doubled == 2 * number).all()
+    with pytest.raises(ValueError, match="read-only"):
+        arrays[0][0][0] = 1
+    del arrays, kept, doubled
     gc.collect()
     assert {*session.library._kept} <= of_others
 
@@ -195,10 +192,6 @@ def test_missing_libraries_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_missing_gpu_is_an_error_where_the_fleet_file_asks_for_one() -> None:
-    graph = tf.Graph()
-    with graph.as_default():
-        tf.identity(tf.compat.v1.placeholder(tf.float32, [None], name="x"), name="y")
-    content = graph.as_graph_def().SerializeToString()
-    assert GraphSession(content, Runtime(device="auto")).find("y", IDENTITY)(np.ones(2, np.float32))
+    assert same("auto").find("y", IDENTITY)(np.ones(2, np.float32))
     with pytest.raises(WorkerError, match="TensorFlow sees no GPU"):
-        GraphSession(content, Runtime(device="gpu"))
+        same("gpu")
