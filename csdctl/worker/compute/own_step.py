@@ -105,8 +105,6 @@ class OwnStepCompiler(Compiler):
             for group in groups
         )
 
-    # --- functions ---
-
     def _create(self) -> list[Any]:
         """Call train_step once, which creates state, as of metrics of compile(). Return its optimizers."""
         applied: dict[int, Any] = {}

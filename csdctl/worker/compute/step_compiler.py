@@ -341,8 +341,6 @@ class StepCompiler(Compiler):
                     "use a constraint (kernel_constraint) instead, or create it with trainable=False",
                 )
 
-    # --- functions ---
-
     def _gradients(self, samples: Any, labels: Any) -> tuple[list[list[Any]], BatchLoss]:
         """Return the gradients of all trainable variables, in float32, and the loss.
 

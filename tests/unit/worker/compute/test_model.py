@@ -484,9 +484,9 @@ def test_data_whose_loss_cannot_be_computed_is_refused(
     model.compile("sgd", keras().losses.SparseCategoricalCrossentropy(from_logits=True))
     labels = np.array([0, 1, last, 2])
     with pytest.raises(csdctl.CsdctlError, match=message):
-        csdctl.Job.from_model(model, x, labels, directory=tmp_path)
-    assert not list(tmp_path.iterdir())
-    csdctl.Job.from_model(model, np.ones((4, 2)), labels % 3, directory=tmp_path)
+        csdctl.Job.from_model(model, x, labels, directory=tmp_path / "job")
+    assert not (tmp_path / "job").exists()
+    csdctl.Job.from_model(model, np.ones((4, 2)), labels % 3, directory=tmp_path / "job")
     model.evaluate(np.ones((4, 2)), labels % 3, verbose=0)
 
 
