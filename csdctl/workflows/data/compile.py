@@ -12,7 +12,7 @@ from csdctl.documents import build_atomically, load_kept, save_json
 from csdctl.fleet.model import HOST_NAME
 from csdctl.job.model import Job
 from csdctl.notify import Say
-from csdctl.shipping.store import StoredFile, hash_file, store_file
+from csdctl.shipping.store import StoredFile, store_file
 from csdctl.shipping.worker_calls import WorkerProgram
 from csdctl.transport.commands import build_worker_command
 from csdctl.transport.meter import TrafficClass
@@ -24,7 +24,7 @@ from csdctl.worker.protocol.model_info import Compiled, CompileRequest, CompileR
 from csdctl.worker.protocol.packages import TENSORFLOW, find_version
 from csdctl.worker.protocol.recipe import Recipe
 from csdctl.worker.protocol.run_spec import Prefix
-from csdctl.workflows.data.files import HASHES, SerializedModel, have_hashes
+from csdctl.workflows.data.files import SerializedModel, is_intact, seal
 from csdctl.workflows.workspace.workspace import Workspace
 
 FILES = ("graph.pb", "info.json", "state.npz")
@@ -143,9 +143,7 @@ class ModelCompiler:
     ) -> list[SerializedModel]:
         directories = [self._directory_of(request) for _, request, _ in compilations]
         pairs = list(zip(compilations, directories, strict=True))
-        missing = [
-            (request, directory) for (_, request, _), directory in pairs if not _is_compiled(directory)
-        ]
+        missing = [(request, directory) for (_, request, _), directory in pairs if not is_intact(directory)]
         if missing:
             self.say("compiling the model")
             _compile_missing(missing, program or start_compiling(self.worker, self.space))
@@ -183,12 +181,6 @@ def files_of(model: SerializedModel, *, has_views: bool = False) -> list[StoredF
     return [*model.compiled, *([model.code] if model.code and has_views else [])]
 
 
-def _is_compiled(directory: Path) -> bool:
-    if not have_hashes(directory, (REASON,)):
-        return False
-    return bool(load_kept(directory / REASON, str)) or have_hashes(directory, (REASON, *FILES))
-
-
 def _compile_missing(missing: Sequence[tuple[CompileRequest, Path]], compiler: WorkerProgram) -> None:
     with ExitStack() as stack:
         asides = [stack.enter_context(build_atomically(directory)) for _, directory in missing]
@@ -197,5 +189,4 @@ def _compile_missing(missing: Sequence[tuple[CompileRequest, Path]], compiler: W
         compiled = compiler.call(CompileRequests(requests), Compiled)
         for aside, reason in zip(asides, compiled.reasons, strict=True):
             save_json(aside / REASON, reason)
-            names = [name for name in (REASON, *FILES, *OF_RANKS, *TEMPLATES) if (aside / name).exists()]
-            save_json(aside / HASHES, {name: hash_file(aside / name) for name in names})
+            seal(aside)

@@ -134,7 +134,7 @@ def serialize_model(
     is not built. `on_build` is called before a build.
     """
     directory = project.models / _model_key(job, worker)
-    if not have_hashes(directory, _files_of(directory)) or (
+    if not is_intact(directory) or (
         shapes is not None and (load_kept(directory / SHAPES, SampleShapes) or {}) != shapes
     ):
         on_build()
@@ -175,26 +175,26 @@ def _build(job: Job, worker: StoredFile, host: Session, directory: Path, shapes:
         info = call("build", request, ModelInfo, patience=within(BUILD_DEADLINE_S))
         for name in MODEL_FILES:
             (aside / name).touch()  # of a model that is not built, nothing was written
-        documents.save_text(
-            aside / "info.json", to_json(info) + "\n"
-        )  # inputs in the model's order, as `fit` has them
+        # Inputs in the model's order, as `fit` has them.
+        documents.save_text(aside / "info.json", to_json(info) + "\n")
         listed = {name: [dtype, list(shape)] for name, (dtype, shape) in (shapes or {}).items()}
         save_json(aside / SHAPES, listed)
-        save_json(aside / HASHES, {file: hash_file(aside / file) for file in _files_of(aside)})
+        seal(aside)
 
 
-def have_hashes(directory: Path, names: Sequence[str]) -> bool:
-    """Return whether files were made here, and have not changed since."""
+def seal(directory: Path) -> None:
+    """Record the hashes of all files in a directory that is complete."""
+    files = [path for path in directory.rglob("*") if path.is_file()]
+    save_json(directory / HASHES, {str(file.relative_to(directory)): hash_file(file) for file in files})
+
+
+def is_intact(directory: Path) -> bool:
+    """Return whether a directory was sealed, and no file in it has changed or is missing since."""
+    recorded = load_kept(directory / HASHES, dict[str, str]) or {}
     try:
-        hashes = {name: hash_file(directory / name) for name in names}
+        return bool(recorded) and all(hash_file(directory / name) == recorded[name] for name in recorded)
     except OSError:
         return False
-    recorded = load_kept(directory / HASHES, dict[str, str]) or {}
-    return all(recorded.get(name) == sha256 for name, sha256 in hashes.items())
-
-
-def _files_of(directory: Path) -> list[str]:
-    return [*MODEL_FILES, *(name for name in PART_FILES if (directory / name).exists())]
 
 
 def _model_key(job: Job, worker: StoredFile) -> str:
