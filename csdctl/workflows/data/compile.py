@@ -24,7 +24,7 @@ from csdctl.worker.protocol.model_info import Compiled, CompileRequest, CompileR
 from csdctl.worker.protocol.packages import TENSORFLOW, find_version
 from csdctl.worker.protocol.recipe import Recipe
 from csdctl.worker.protocol.run_spec import Prefix
-from csdctl.workflows.data.files import SerializedModel, is_intact, seal
+from csdctl.workflows.data.files import SerializedModel, load_intact, seal
 from csdctl.workflows.workspace.workspace import Workspace
 
 FILES = ("graph.pb", "info.json", "state.npz")
@@ -143,7 +143,7 @@ class ModelCompiler:
     ) -> list[SerializedModel]:
         directories = [self._directory_of(request) for _, request, _ in compilations]
         pairs = list(zip(compilations, directories, strict=True))
-        missing = [(request, directory) for (_, request, _), directory in pairs if not is_intact(directory)]
+        missing = [(request, directory) for (_, request, _), directory in pairs if not load_intact(directory)]
         if missing:
             self.say("compiling the model")
             _compile_missing(missing, program or start_compiling(self.worker, self.space))

@@ -47,6 +47,8 @@ MODEL_FILES = ("info.json", "architecture.json", "weights.npz")
 PART_FILES = ("prefix.json", "prefix.npz", "head.json", "head.npz")
 """Files of the two parts of a model whose first layers are frozen."""
 HASHES, SHAPES = "hashes.json", "shapes.json"
+ARRAYS = ("images.npy", "labels.npy")
+"""Files of prepared data, and of a shard of it."""
 WEIGHT_FILES = (".h5", ".keras")
 """Files beside the model's that its function may read, by their suffixes."""
 BUILD_DEADLINE_S = 300.0
@@ -134,7 +136,7 @@ def serialize_model(
     is not built. `on_build` is called before a build.
     """
     directory = project.models / _model_key(job, worker)
-    if not is_intact(directory) or (
+    if not load_intact(directory) or (
         shapes is not None and (load_kept(directory / SHAPES, SampleShapes) or {}) != shapes
     ):
         on_build()
@@ -182,19 +184,21 @@ def _build(job: Job, worker: StoredFile, host: Session, directory: Path, shapes:
         seal(aside)
 
 
-def seal(directory: Path) -> None:
-    """Record the hashes of all files in a directory that is complete."""
+def seal(directory: Path) -> dict[str, str]:
+    """Record and return the hashes of all files in a directory that is complete."""
     files = [path for path in directory.rglob("*") if path.is_file()]
-    save_json(directory / HASHES, {str(file.relative_to(directory)): hash_file(file) for file in files})
+    hashes = {str(file.relative_to(directory)): hash_file(file) for file in files}
+    save_json(directory / HASHES, hashes)
+    return hashes
 
 
-def is_intact(directory: Path) -> bool:
-    """Return whether a directory was sealed, and no file in it has changed or is missing since."""
+def load_intact(directory: Path) -> dict[str, str]:
+    """Return the hashes of a sealed directory. {} if it is not sealed, or a file has changed since."""
     recorded = load_kept(directory / HASHES, dict[str, str]) or {}
     try:
-        return bool(recorded) and all(hash_file(directory / name) == recorded[name] for name in recorded)
+        return recorded if all(hash_file(directory / name) == recorded[name] for name in recorded) else {}
     except OSError:
-        return False
+        return {}
 
 
 def _model_key(job: Job, worker: StoredFile) -> str:
@@ -254,12 +258,8 @@ def cut_shards(
 
 def whole(data: DatasetInfo) -> DatasetSlice:
     """Return a slice with all rows of a prepared data set."""
-    images, labels = _arrays(data)
+    images, labels = (f"{data.path}/{array}" for array in ARRAYS)
     return DatasetSlice(images, labels, images_sha256=data.images_sha256, labels_sha256=data.labels_sha256)
-
-
-def _arrays(data: DatasetInfo) -> tuple[str, str]:
-    return f"{data.path}/images.npy", f"{data.path}/labels.npy"
 
 
 def _cut(
@@ -271,35 +271,27 @@ def _cut(
     """
     content = hashlib.sha256(f"{public.images_sha256}{public.labels_sha256}".encode())
     name = f"{content.hexdigest()[:32]}-{seed}-{shard.public_start}-{shard.public_stop}"
-    targets = [project.shards / f"{name}.{part}.npy" for part in ("images", "labels")]
-    record = project.shards / f"{name}.json"
-    hashes = load_kept(record, list[str]) or []
-    if len(hashes) != 2 or hashes != [hash_file(target) for target in targets if target.is_file()]:
+    directory = project.shards / name
+    if not (hashes := load_intact(directory)):
         import numpy as np
 
         # The same rows as for a slice start … stop on the host: worker.data.rows_of.
         permutation = np.random.default_rng(seed).permutation(public.num_samples)
         rows = np.sort(permutation[shard.public_start : shard.public_stop])
-        expected = (public.images_sha256, public.labels_sha256)
-        for source, sha256, target in zip(_arrays(public), expected, targets, strict=True):
-            path = project.root / source
-            if source not in checked:
-                hash_now = hash_file(path) if path.is_file() else "no file"
-                if hash_now != sha256:
-                    problem = f"is not what was prepared: expected SHA-256 {sha256}, found {hash_now}"
-                    raise InputError(f"{source} {problem}", remedy="run `csdctl prepare`")
-                checked.append(source)
-            array = np.load(path, mmap_mode="r", allow_pickle=False)
-            if len(array) != public.num_samples:
-                problem = f"{source} has {len(array)} rows, expected {public.num_samples}"
-                raise InputError(problem, remedy="run `csdctl prepare`")
-            with documents.write_atomically(target) as file:
-                np.save(file, array[rows])
-        hashes = [hash_file(target) for target in targets]
-        save_json(record, hashes)
+        expected = dict(zip(ARRAYS, (public.images_sha256, public.labels_sha256), strict=True))
+        with build_atomically(directory) as aside:
+            for array, sha256 in expected.items():
+                path = project.root / public.path / array
+                if array not in checked:
+                    hash_now = hash_file(path) if path.is_file() else "no file"
+                    if hash_now != sha256:
+                        problem = f"is not what was prepared: expected SHA-256 {sha256}, found {hash_now}"
+                        raise InputError(f"{public.path}/{array} {problem}", remedy="run `csdctl prepare`")
+                    checked.append(array)
+                np.save(aside / array, np.load(path, mmap_mode="r", allow_pickle=False)[rows])
+            hashes = seal(aside)
     images, labels = (
-        stored_as(f"{sha256}.npy", target, TrafficClass.PUBLIC)
-        for sha256, target in zip(hashes, targets, strict=True)
+        stored_as(f"{hashes[array]}.npy", directory / array, TrafficClass.PUBLIC) for array in ARRAYS
     )
     return images, labels
 
