@@ -1,14 +1,8 @@
 """Files of YAML and JSON: read within limits and checked, written atomically.
 
-Everything that csdctl reads from a file is read here first. Files may come from strangers: their size, depth,
-number of values and number of reported problems are bounded, and a file may be a device, a link to one, or
-larger than memory. Documents are pydantic models: every problem is reported with its line and, for an unknown
-key, the nearest one. YAML is loaded by PyYAML's safe loader, restricted to the values of JSON: text, numbers,
-true, false, null, lists, and mappings with text as keys. Dates, octal, sexagesimal and hexadecimal numbers,
-and YAML 1.1's `yes` and `on`, are text. Other tags and merge keys are errors.
-
-A file is written to a temporary file or directory, synced and renamed: a reader never sees a part of it, and
-a crash leaves the old one.
+Files may come from strangers: size, depth, number of values and number of reported problems are bounded. A
+file may be a device, a link to one, or larger than memory. YAML has the values of JSON alone: dates, octal
+numbers, and YAML 1.1's `yes` and `on`, are text. Other tags and merge keys are errors.
 """
 
 import contextlib
@@ -91,10 +85,7 @@ _adapter = functools.cache(TypeAdapter)
 def load_text(
     path: Path, *, max_bytes: int = MAX_TEXT_BYTES, remedy: str = "", errors: str = "strict"
 ) -> str:
-    """Read a UTF-8 text file. Raises InputError if it is missing, no regular file, too large or no text.
-
-    `errors` as in `bytes.decode`.
-    """
+    """Read a UTF-8 file. Raises InputError if it is missing, no regular file, too large or no text."""
     try:
         with open_regular(path, is_pipe_allowed=str(path).startswith(_DESCRIPTORS)) as file:
             content = file.read(max_bytes + 1)
@@ -113,10 +104,7 @@ def load_text(
 
 
 def split_lines(text: str, name: str) -> list[str]:
-    """Return the lines of `text`, which end at line feeds alone. Raises InputError for a very long line.
-
-    `name` identifies the text in messages.
-    """
+    """Return lines that end at line feeds. Raises InputError, which has `name`, for a very long line."""
     lines = text.split("\n")
     for number, line in enumerate(lines, start=1):
         if len(line) > MAX_LINE:
@@ -148,10 +136,7 @@ def open_regular(path: Path, flags: int = os.O_RDONLY, *, is_pipe_allowed: bool 
 
 
 def open_log(path: Path, say: Say = lambda line: None) -> BinaryIO:
-    """Open a file of lines to append. Raises what `open_regular` raises.
-
-    A last line that a power cut or a full disk has cut is said and ended: the next one would be lost too.
-    """
+    """Open a file of lines to append. Raises what `open_regular` raises. A last line that was cut ends."""
     make_directory(path.parent)
     file = open_regular(path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
     size = os.fstat(file.fileno()).st_size
@@ -216,10 +201,7 @@ def write_atomically(path: Path) -> Iterator[BinaryIO]:
 
 
 def check_output(path: Path, option: str, *, force: bool = True) -> None:
-    """Raise InputError unless a file can be written to `path`, which the user gave with `option`.
-
-    A file that exists is overwritten only with `force`.
-    """
+    """Raise InputError unless a file can be written to `path`, which the user gave with `option`."""
     parent = path.expanduser().parent
     if parent.exists() and not parent.is_dir():
         raise InputError(f"{option} {path}: {parent} is not a directory", remedy="choose another path")
@@ -244,10 +226,7 @@ def make_directory(directory: Path) -> None:
 
 @contextlib.contextmanager
 def build_atomically(directory: Path) -> Iterator[Path]:
-    """Yield an empty directory whose files are synced and which replaces `directory` on exit.
-
-    After an error `directory` is unchanged.
-    """
+    """Yield an empty directory. Without an error, it is synced and replaces `directory`."""
     make_directory(directory.parent)
     temporary = Path(tempfile.mkdtemp(dir=directory.parent, prefix=f".{directory.name}."))
     try:
@@ -276,10 +255,7 @@ class Document(BaseModel):
 
 
 def load_document(path: Path, expected: type[ValueT], *, remedy: str = "") -> ValueT:
-    """Read the YAML file `path` as `expected`, a dataclass or a model of pydantic.
-
-    Raises InputError with file, line and remedy. `remedy` is for a file that does not exist.
-    """
+    """Read a YAML file as a dataclass or a model of pydantic. Raises InputError with file and line."""
     return parse_document(
         load_text(path, remedy=remedy or f"create {path} or use another file"), expected, name=str(path)
     )
@@ -305,10 +281,7 @@ def parse_document(text: str, expected: type[ValueT], *, name: str) -> ValueT:
 
 
 def check_values(content: object, expected: type[ValueT], name: str, *, remedy: str = AGAIN) -> ValueT:
-    """Return parsed JSON as `expected`, a dataclass or model. Raises InputError naming the first wrong value.
-
-    `name` identifies the content in messages.
-    """
+    """Return parsed JSON as a dataclass or model. Raises InputError naming the first wrong value."""
     try:
         checked: ValueT = _adapter(cast(Hashable, expected)).validate_python(content)
         return checked
@@ -479,10 +452,7 @@ for _name, _pattern, _first in (
 
 
 def parse_yaml(text: str, name: str) -> tuple[yaml.Node | None, Any]:
-    """Return nodes and value of a YAML document, None if it is empty. Raises InputError with the line.
-
-    `name` identifies the text in messages.
-    """
+    """Return nodes and value of a YAML document, None if it is empty. Raises InputError with the line."""
     try:
         loader = _Loader(text)
         node = loader.get_single_node()

@@ -230,10 +230,7 @@ def load_job(path: Path) -> Job:
 
 
 def parse_job(text: str, path: Path, *, name: str = "") -> Job:
-    """Return the job of a job file at `path`, or of one that will be written there. Raises InputError.
-
-    `name` identifies the text in messages, in place of `path`.
-    """
+    """Return the job of a job file at `path`, which messages call `name`. Raises InputError."""
     written = parse_document(text, Job, name=name or str(path))
     data, recipe = written.data, written.recipe
     losses = {output: replace(term, name=_own(term.name, path)) for output, term in recipe.losses.items()}
@@ -295,10 +292,7 @@ def _on_host(data: HostData, job_path: Path) -> HostData:
 
 
 def _check_private(job: Job, written: Data) -> None:
-    """Raise InputError when the private path contains `..`, or overlaps with other data.
-
-    It is compared as written, because only the node itself can resolve its links.
-    """
+    """Raise InputError for a private path with `..` or one that overlaps. Only its node can resolve links."""
     private = job.private_path
     if private is None:
         return
@@ -347,10 +341,7 @@ def _function(written: str, job_path: Path, what: str = "function", forms: str =
 
 
 def _find_file(file: str, job_path: Path, what: str, written: str) -> Path:
-    """Return the absolute path of a file that `written` names. Raises InputError if it does not exist.
-
-    A link to another kind of file is refused, because functions are sent to the nodes.
-    """
+    """Return the absolute path of a file. A link to another kind of file is refused: functions are sent."""
     path = _resolve(Path(file), job_path)
     if not os.path.isfile(path):  # unlike Path.is_file, it takes any path
         raise InputError(
@@ -473,10 +464,9 @@ def find_imported(file: Path, roots: Sequence[Path]) -> tuple[Path, ...]:
 
 
 def describe_job(job: Job) -> dict[str, Any]:
-    """Return the inputs of `Job.fingerprint`, except file content. Unset values are omitted.
+    """Return the inputs of `Job.fingerprint` as YAML values, except file content and unset values.
 
-    Values are YAML values: text, numbers, booleans, and lists of them. Their names stay from version to
-    version, because plans have them.
+    Their names stay from version to version, because plans have them.
     """
     described = asdict(job)
     names = ("model", "model_args", "step", "data", "recipe")

@@ -1,8 +1,7 @@
 """`extract`: runs a model over prepared samples, on the machine that has them. `gather` and `send`.
 
-What it computes is a prepared data set: features with labels, or the results that `predict` asks for. It is
-stored by what it depends on: samples, model, and what is kept of its outputs. `gather` puts features of
-several machines together, as this machine would compute them alone.
+What it computes is a prepared data set, stored by what it depends on. `gather` puts features of several
+machines together, as this machine would compute them alone.
 """
 
 import base64
@@ -78,10 +77,7 @@ def num_views(spec: ExtractSpec) -> int:
 
 
 def _store_rows(spec: ExtractSpec, rows: Rows, on_progress: OnProgress) -> tuple[DatasetInfo, int]:
-    """Store the rows of `spec.source` unless they are stored. Return how many are new, too.
-
-    `rows` yields those from the first missing one on. It is called only if there are rows to store.
-    """
+    """Store the rows of `spec.source`, from the first missing one on. Return how many are new, too."""
     samples = PreparedSamples(spec.source)
     num_rows = len(samples) * num_views(spec)
     target = _target_of(spec)

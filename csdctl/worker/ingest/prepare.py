@@ -1,8 +1,7 @@
 """`prepare`: converts a user's data into a prepared data set, on the machine that has the data, and `look`.
 
-Private data is prepared on its own node by this code, and only counts, shapes and a fingerprint are returned:
-messages may name classes, but no file below the root. `look` reads samples as `prepare` does, to say what a
-data set of the host is like, and keeps nothing.
+Of private data, only counts, shapes and a fingerprint are returned: messages may name classes, but no file
+below the root. `look` says what a data set of the host is like, and keeps nothing.
 """
 
 import contextlib

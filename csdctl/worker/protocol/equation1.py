@@ -1,9 +1,4 @@
-"""Equation 1 of the STANNIS paper: divide the public samples so that all ranks finish together. Pure.
-
-    steps per epoch = samples_k / batch_size_k, the same for every rank k
-
-Used before a run (`csdctl.placement`) and during one, when batch sizes change.
-"""
+"""Equation 1 of the STANNIS paper: samples_k / batch_size_k steps per epoch, the same for every rank k."""
 
 from collections.abc import Sequence
 

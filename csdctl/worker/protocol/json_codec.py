@@ -1,8 +1,7 @@
 """Dataclasses as JSON, with a schema version: the encoding of everything that csdctl and its worker exchange.
 
-Both sides carry this package, so that a version mismatch is detected and named. What is read was written by
-another machine, so it is checked here, before anything uses it: the size and nesting of the text, then the
-types, lengths and ranges that the annotations of the dataclass state: `Annotated[int, Between(0, 9)]`.
+What is read was written by another machine, so it is checked before anything uses it: size and nesting of the
+text, then the types, lengths and ranges of the dataclass's annotations: `Annotated[int, Between(0, 9)]`.
 """
 
 import contextlib

@@ -1,7 +1,4 @@
-"""Limits of processes: what a training needs of each, and which of them an error is due to.
-
-Soft limits do not count: whatever starts a program of csdctl raises them to the hard ones.
-"""
+"""Hard limits of processes: what a training needs of each, and which of them an error is due to."""
 
 import os
 import re

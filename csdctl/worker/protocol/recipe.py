@@ -1,7 +1,4 @@
-"""The recipe: how to train. Its classes are what job.yaml has, and what the ranks get.
-
-The host reads them from job.yaml by pydantic. Ranks read them from JSON by `json_codec`, as all messages.
-"""
+"""The recipe: how to train. Its classes are what job.yaml has (read by pydantic), and what the ranks get."""
 
 import json
 import math
@@ -20,10 +17,7 @@ Argument = float | bool | str
 
 @dataclass(frozen=True)
 class Written:
-    """Converts what job.yaml has for a field to what messages have, before its type is checked.
-
-    `read` raises ValueError for a value that it cannot convert. Only pydantic calls it, for job.yaml.
-    """
+    """Converts what job.yaml has for a field, by pydantic. `read` raises ValueError where it cannot."""
 
     read: Callable[[Any], Any]
 

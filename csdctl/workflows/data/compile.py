@@ -61,11 +61,9 @@ class ModelCompiler:
     say: Say
 
     def step(self, program: WorkerProgram | None = None, *, is_wide: bool = False) -> SerializedModel:
-        """Return the model with its compiled step, or with why it cannot be compiled.
+        """Return the model with its compiled step, or without. Raises InputError if ranks cannot train it.
 
-        Of a model with a frozen part, what `parts` returns is compiled by the same process. `program`: if it
-        was started ahead. `is_wide`: the step computes in 32 bits at least. Raises InputError for a model
-        that ranks cannot train together.
+        `program`: if it was started ahead. `is_wide`: the step computes in 32 bits at least.
         """
         request = self._step_of(self.model, self.public, is_wide=is_wide)
         compilations: list[Compilation] = [(self.model, request, "the step")]
@@ -74,10 +72,7 @@ class ModelCompiler:
         return self._compile(compilations, program)[0]
 
     def split(self, cut: str) -> tuple[SerializedModel, SerializedModel]:
-        """Return the model with its step on the host and on the nodes, which compute what is before `cut`.
-
-        Raises InputError for a model that cannot be divided there.
-        """
+        """Return the model with its step on the host, and on nodes, up to `cut`. Raises InputError."""
         request = replace(self._step_of(self.model, self.public), cut=cut)
         (on_host,) = self._compile([(self.model, request, "the divided step")])
         if not on_host.compiled:
@@ -87,10 +82,7 @@ class ModelCompiler:
         return on_host, replace(on_host, compiled=tuple(files), template="")
 
     def parts(self, precision: str, *, is_wide: bool = False) -> tuple[SerializedModel, SerializedModel]:
-        """Return the frozen part and the head of a model, each compiled or with why it cannot be.
-
-        The head's samples are features of the type `precision`. `is_wide`: as of `step`.
-        """
+        """Return the compiled frozen part and the head, whose samples are features of `precision`."""
         compilations = self._parts_of(precision, is_wide=is_wide)
         prefix, head = replace(self, say=lambda line: None)._compile(compilations)
         return prefix, head

@@ -1,8 +1,6 @@
 """What machines get for a job: worker, model and public shards, and trees of the user.
 
-The model is built on the host by a worker process, serialized, and cached by content. Private data is never
-read here. The public shard of a node is cut on the host and sent as two .npy files. The host reads its own
-shard in place.
+The model is built by a worker process and cached by content. Private data is never read here.
 """
 
 import hashlib
@@ -132,8 +130,7 @@ def serialize_model(
 ) -> SerializedModel:
     """Build and serialize the job's model in a worker process, cached by content.
 
-    `shapes`: of the data, for a model that is built by being called. Without them its `info` may say that it
-    is not built. `on_build` is called before a build.
+    `shapes`: of the data, for a model that is built by being called. `on_build` is called before a build.
     """
     directory = project.models / _model_key(job, worker)
     if not load_intact(directory) or (
@@ -243,8 +240,7 @@ def cut_shards(
 ) -> dict[str, tuple[StoredFile, StoredFile]]:
     """Return samples and labels of each node's public shard, cut from the host's data.
 
-    A node with private data needs no empty shard to determine the shape of a sample. A node that can read all
-    public data needs no shard at all.
+    A node with private data needs no empty shard, and one that can read all public data needs none at all.
     """
     if job.is_everywhere:
         return {}
@@ -265,10 +261,7 @@ def whole(data: DatasetInfo) -> DatasetSlice:
 def _cut(
     shard: Placed, public: DatasetInfo, seed: int, project: ProjectDirectory, checked: list[str]
 ) -> tuple[StoredFile, StoredFile]:
-    """Return samples and labels of `shard`, which are kept with their hashes for the next run.
-
-    Raises InputError if the public data was changed. Files in `checked` have been compared with their hashes.
-    """
+    """Return samples and labels of a shard. Raises InputError if the public data was changed."""
     content = hashlib.sha256(f"{public.images_sha256}{public.labels_sha256}".encode())
     name = f"{content.hexdigest()[:32]}-{seed}-{shard.public_start}-{shard.public_stop}"
     directory = project.shards / name

@@ -1,11 +1,7 @@
 """`prepare`: convert data in place to the project's format, and serialize the model.
 
-A worker process on the host handles public data and the model, the worker of each node its private data. The
-controller process opens neither. Results are stored by content, so a repeated call is fast.
-
-Prepared data is stored under the hash of its content, private data on the nodes: neither can be found from
-job.yaml without reading the sources again. Therefore a record with counts and shapes is saved, but no samples
-and no file names.
+A worker process on the host handles public data and the model, the worker of each node its private data.
+Results are stored by content. Only a record with counts and shapes tells what was prepared for a job.
 """
 
 import hashlib
@@ -293,10 +289,7 @@ class _Preparing:
         return self._prepare(name, self.space.sessions[HOST_NAME], spec)
 
     def node_preparer(self, private: PrivateData) -> Callable[[Session], DatasetInfo]:
-        """Return what prepares private data on a node. A node without data or with a failure is an error.
-
-        A server has none, as the host has none.
-        """
+        """Return what prepares private data on a node that is no server. Raises if it has none."""
         fleet = self.space.whole
         spec, files = add_function(self.spec, self.job, private.function, self.space.project)
         spec = replace(spec, source=private.path, is_private=True)
@@ -317,10 +310,7 @@ class _Preparing:
 
 
 def check_info(info: DatasetInfo, node: str, doing: str, *, may_be_empty: bool = False) -> None:
-    """Raise RemoteCommandError for a description of prepared data that a node cannot have.
-
-    The host plans shards, memory and the model's shapes with these numbers, and never sees the samples.
-    """
+    """Raise RemoteCommandError for a data set that a node cannot have: the host plans with its numbers."""
     is_possible = info.path and info.dtype and info.label_dtype and (info.num_samples or may_be_empty)
     if not is_possible or not re.fullmatch(r"[0-9a-f]{8,64}", info.fingerprint):
         raise RemoteCommandError(f"{doing}: received an impossible data set: {shorten(info)}", node=node)
@@ -390,10 +380,7 @@ def add_function(
 
 
 def prepare_in(space: Workspace, job: Job, events: EventStream, **options: bool) -> Prepared:
-    """Prepare model and data of `job` on the machines of `space`. Raises InputError or PartialError.
-
-    `options` as of `prepare_job`.
-    """
+    """Prepare `job` on the machines of `space`, with options of `prepare_job`. Raises its errors."""
     began = time.monotonic()
     with events.working("preparing data") as on_progress:
         prepared = prepare_job(job, space, events.say, on_progress, **options)
@@ -401,9 +388,6 @@ def prepare_in(space: Workspace, job: Job, events: EventStream, **options: bool)
 
 
 def prepare_fleet(job: Job, fleet: Fleet, directory: Path, events: EventStream) -> Prepared:
-    """Prepare `job` on the host and all nodes of `fleet`.
-
-    Raises InputError when model and data do not fit together, and CsdctlError when a machine fails.
-    """
+    """Prepare `job` on the host and all nodes of `fleet`. Raises InputError or PartialError."""
     with open_workspace(directory, fleet, "prepare", is_locking=True, say=events.say) as space:
         return prepare_in(space, job, events, is_checked=True)

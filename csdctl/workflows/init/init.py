@@ -1,8 +1,7 @@
 """`init`: a first job.yaml from a look at a model and its data, with the reasons as comments.
 
-The worker programs that `prepare` uses do the looking, in processes of their own: `build` for the model, and
-`look` for the data, which reads some samples and keeps none. For a training script, the program `record` runs
-the script up to its call of `fit`. No node is contacted.
+Worker programs do the looking: `build` for the model, `look` for the data. `record` runs a training script up
+to its call of `fit`. No node is contacted.
 """
 
 import ast
@@ -115,10 +114,7 @@ def choose_picture_shape(
 
 
 def choose_loss(looks: Looks) -> LossChoice | None:
-    """Return the loss that the recipe has to name. None if the model has one, or several outputs.
-
-    A compiled model has one, unless its last layer gives logits and its loss does not know.
-    """
+    """Return the loss that the recipe has to name. None if compile() has it, or there are several outputs."""
     model, data = looks.model, looks.public.info
     fields = [name for name in data.labels if name != protocol.SAMPLE_WEIGHT]
     if model.has_own_step or len(model.outputs) != 1:
@@ -331,8 +327,7 @@ class InitRequest:
 def init_job(request: InitRequest, directory: Path, say: Say, on_progress: OnProgress) -> Looks:
     """Write a job file, and return what was seen. Raises InputError where nothing is written.
 
-    If model and data do not fit together, the file is written all the same, for the user to mend, and the
-    problem is in the result.
+    A file whose model and data do not fit together is written for the user to mend.
     """
     script = request.script
     functions = _check_script(script, request) if script else None
@@ -450,10 +445,7 @@ def _parse_model(text: str, base: Path) -> str:
 
 
 def _parse_data(option: str, text: str, base: Path) -> dict[str, str]:
-    """Return the entry of job.yaml for PATH, FILE.py:FUNCTION or FILE.py:FUNCTION:PATH.
-
-    Without a path, a function is called with the path of its file.
-    """
+    """Return the entry for PATH, FILE.py:FUNCTION (whose path is its file) or FILE.py:FUNCTION:PATH."""
     if ".py:" not in text:
         return {"path": _written_from(base, text, option)}
     stem, _, after = text.partition(".py:")

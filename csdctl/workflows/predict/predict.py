@@ -1,7 +1,6 @@
 """`predict`: run a trained model over samples where they are stored, and bring back the results.
 
-Each machine keeps its results by content, and continues them after an interruption. What it sends are rows
-of numbers: of private samples neither the samples nor their names.
+Each machine keeps its results by content. What it sends are rows of numbers, never samples or their names.
 """
 
 import csv
@@ -73,10 +72,7 @@ class ResultBlock:
 
 
 def write_results(path: Path, blocks: Sequence[ResultBlock], names: Sequence[str]) -> None:
-    """Write all rows in the order of `blocks`. `names` are the names of the classes, none if unknown.
-
-    Raises OSError.
-    """
+    """Write all rows in the order of `blocks`, with the `names` of the classes, if known. Raises OSError."""
     with write_atomically(path) as file:
         if path.suffix == NPZ:
             np.savez(file, **_arrays(blocks, names))
@@ -190,10 +186,7 @@ def check_request(
 def find_model(
     model: str, job: Path | None, project: ProjectDirectory
 ) -> tuple[Path, Path, Mapping[str, Any]]:
-    """Return the .keras file, the job file, and the manifest of the run. `model` is such a file, or a run.
-
-    Raises InputError.
-    """
+    """Return .keras file, job file and manifest of a run, or of such a file. Raises InputError."""
     if model.endswith(".keras"):
         path = (project.root / Path(model).expanduser()).resolve()
         if not os.path.isfile(path):

@@ -1,4 +1,1 @@
-"""Users' data as blocks of samples: a module for each format, and what the formats share.
-
-All code here reads private data on its own node: no error names a file or contains a sample.
-"""
+"""Users' data as blocks of samples. No error names a file of private data or contains a sample."""

@@ -1,7 +1,6 @@
 """Arrays and tables of numbers: .npy pairs, .npz archives, and .csv files with a header.
 
-Files are mapped, after decompression or conversion into a temporary file: memory use does not grow with the
-data. No error contains a value.
+Files are mapped, after conversion into a temporary file: memory use does not grow with the data.
 """
 
 import contextlib

@@ -1,9 +1,7 @@
 """The user's own function, `FILE.py:NAME`: called with the path of the data, it returns all samples.
 
-It returns arrays, a tf.data.Dataset, batched or not, a keras.utils.PyDataset, or an iterator of samples: what
-users' Keras code calls (x, y, sample_weight). Parts are named as Keras' fit reads them: a dict names inputs
-and outputs, a tuple or list has them in the model's order. Several inputs or outputs become the fields of a
-structured array.
+What it returns is named as Keras' fit reads it: a dict names inputs and outputs, a tuple or list has them in
+the model's order. Several inputs or outputs become the fields of a structured array.
 """
 
 import dis
