@@ -11,14 +11,12 @@ from tests.unit.worker.process.test_files import note_calls
 
 
 class TestSaving:
-    def test_content_is_on_the_disk_before_it_gets_its_name(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_content_is_synced_before_renaming(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         calls = note_calls(monkeypatch)
         save_bytes(tmp_path / "file", b"new")
         assert [name for name, _ in calls[:2]] == ["fsync", "replace"]
 
-    def test_files_of_a_directory_are_on_the_disk_before_it_gets_its_name(
+    def test_files_are_synced_before_their_directory_is_named(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         calls: list[int | str] = []

@@ -193,9 +193,7 @@ REFUSED: list[tuple[ModelInfo, DatasetInfo, str, str]] = [
 
 
 @pytest.mark.parametrize(("model", "data", "message", "remedy"), REFUSED)
-def test_what_does_not_fit_is_refused_with_a_remedy(
-    model: ModelInfo, data: DatasetInfo, message: str, remedy: str
-) -> None:
+def test_misfit_is_refused(model: ModelInfo, data: DatasetInfo, message: str, remedy: str) -> None:
     for name, owner in (("public", "public data"), ("csd3", "private data of csd3")):
         with pytest.raises(InputError) as raised:
             check_compatibility(model, {name: data})

@@ -48,7 +48,7 @@ def with_recipe(write: Write, line: str) -> Job:
 
 
 class TestPaths:
-    def test_host_paths_are_relative_to_the_job_file_and_private_ones_as_written(
+    def test_host_paths_are_absolute_and_private_ones_as_written(
         self, write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         job = load_job(write())
@@ -82,7 +82,7 @@ class TestModelReferences:
     @pytest.mark.parametrize(
         ("file", "function"), [("model.keras", ""), ("my_model.py", ":build"), ("a:b/m.py", ":build")]
     )
-    def test_file_is_made_absolute_and_keeps_its_function(
+    def test_model_file_is_made_absolute(
         self, write: Write, tmp_path: Path, file: str, function: str
     ) -> None:
         path = tmp_path / file
@@ -99,9 +99,7 @@ class TestModelReferences:
             *("keras.applications:__class__", "keras.applications:ResNet50;x"),
         ],
     )
-    def test_invalid_reference_is_refused_with_the_valid_forms(
-        self, write: Write, tmp_path: Path, name: str
-    ) -> None:
+    def test_invalid_reference_is_refused(self, write: Write, tmp_path: Path, name: str) -> None:
         (tmp_path / "my_model.py").write_text("")
         with pytest.raises(InputError, match="is not a valid reference") as raised:
             load_job(write((MODEL, f'"{name}"')))
@@ -138,9 +136,7 @@ class TestFingerprint:
             ("{path: ~/private}", f"{{path: ~/private, {NOISE}}}"),
         ],
     )
-    def test_fingerprint_and_description_change_with_model_recipe_and_data(
-        self, write: Write, change: tuple[str, str]
-    ) -> None:
+    def test_fingerprint_changes_with_any_input(self, write: Write, change: tuple[str, str]) -> None:
         before, again, after = load_job(write()), load_job(write()), load_job(write(change))
         assert before.fingerprint() == again.fingerprint() != after.fingerprint()
         assert describe_job(before) == describe_job(again) != describe_job(after)
@@ -310,9 +306,7 @@ class TestPrivatePath:
             ("data/mine", "./data"),
         ],
     )
-    def test_private_data_named_as_other_data_is_refused(
-        self, job: WriteJob, private: str, other: str
-    ) -> None:
+    def test_private_data_among_other_data_is_refused(self, job: WriteJob, private: str, other: str) -> None:
         with pytest.raises(InputError, match=r"data\.public\.path .* overlap") as raised:
             job(private=private, public=other)
         assert raised.value.exit_code == 2

@@ -56,9 +56,7 @@ def of_another_model(rows: Path, spec: ExtractSpec) -> None:
         of_another_model,
     ],
 )
-def test_damaged_or_foreign_features_are_computed_again(
-    tmp_path: Path, damage: Callable[[Path, ExtractSpec], None]
-) -> None:
+def test_damaged_rows_are_computed_again(tmp_path: Path, damage: Callable[[Path, ExtractSpec], None]) -> None:
     spec = extract_spec(tmp_path)
     first = extract(spec)
     assert extract(spec) == features.Extracted(first.parts, 0)
@@ -117,9 +115,7 @@ class TestResults:
         spec = extract_spec(tmp_path, layers.Dense(5, "relu", name="hidden"), head)
         return replace(spec, results=CLASSES)
 
-    def test_killed_twice_stores_each_row_once(
-        self, spec: ExtractSpec, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_two_kills_leave_each_row_once(self, spec: ExtractSpec, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("csdctl.worker.ingest.partial_dataset.SYNC_INTERVAL_S", 0)
         done = []
 
@@ -210,7 +206,7 @@ class TestViews:
         labels = np.load(Path(found.parts[0].path, "labels.npy"))
         assert labels.tolist() == NUM_VIEWS * list(range(NUM_SAMPLES))
 
-    def test_interrupted_views_go_on_with_the_same_draws(
+    def test_interrupted_views_go_on(
         self, spec: ExtractSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr("csdctl.worker.ingest.partial_dataset.SYNC_INTERVAL_S", 0)
@@ -255,9 +251,7 @@ def gather_parts(wanted: ExtractSpec, *parts: GatheredPart) -> features.Gathered
     return gather(features.GatherSpec(wanted, (5,), parts))
 
 
-def test_extract_finds_what_was_gathered(
-    wanted: ExtractSpec, parts: list[GatheredPart], tmp_path: Path
-) -> None:
+def test_extract_finds_gathered_rows(wanted: ExtractSpec, parts: list[GatheredPart], tmp_path: Path) -> None:
     assert gather_parts(wanted) == features.Gathered(is_stored=False)
     assert gather_parts(wanted, *parts) == gather_parts(wanted) == features.Gathered(is_stored=True)
     found, alone = extract(wanted), extract(replace(wanted, store=str(tmp_path / "alone")))
@@ -290,9 +284,7 @@ LIES: dict[str, tuple[Lie, str]] = {
 
 
 @pytest.mark.parametrize(("lie", "said"), LIES.values(), ids=LIES)
-def test_what_cannot_be_the_features_is_refused(
-    wanted: ExtractSpec, parts: list[GatheredPart], lie: Lie, said: str
-) -> None:
+def test_lies_are_refused(wanted: ExtractSpec, parts: list[GatheredPart], lie: Lie, said: str) -> None:
     with pytest.raises(WorkerError, match=said):
         gather_parts(wanted, *lie(parts))
     assert gather_parts(wanted) == features.Gathered(is_stored=False)

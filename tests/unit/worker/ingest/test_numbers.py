@@ -65,9 +65,7 @@ def test_labels_of_a_regression_are_those_of_the_loss_of_fit(
     "labels",
     [BIG, -BIG, BIG.astype(np.uint32), np.array([1 << 40, 0, 1]), np.array([1 << 63] * 3, np.uint64)],
 )
-def test_other_integers_that_int32_does_not_hold_are_refused(
-    root: Path, spec: PrepareSpec, labels: Any
-) -> None:
+def test_integers_that_int32_does_not_hold_are_refused(root: Path, spec: PrepareSpec, labels: Any) -> None:
     write(root, y=labels)
     assert "float32" in refusal(spec, "integers beyond ±2³¹ in labels")
     write(root, y=labels, sample_weight=np.ones(3))
@@ -100,9 +98,7 @@ def test_weights_are_float32_whatever_they_were(root: Path, spec: PrepareSpec, w
 
 
 @pytest.mark.parametrize(("weights", "largest"), [([0, 0, 0], 0), ([0, -0.5, 0], 1)])
-def test_weights_that_are_all_0_are_known(
-    root: Path, spec: PrepareSpec, weights: list[float], largest: int
-) -> None:
+def test_weights_of_0_are_known(root: Path, spec: PrepareSpec, weights: list[float], largest: int) -> None:
     write(root, y=FEW, sample_weight=np.array(weights))
     assert prepare(spec).max_values == {"sample_weight": largest}
 
@@ -146,9 +142,7 @@ def test_nan_is_kept_where_the_model_expects_it_but_not_as_a_weight(root: Path, 
         prepare(replace(spec, allows_nan=False))
 
 
-def test_row_counts_from_the_start_of_the_data(
-    root: Path, spec: PrepareSpec, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_row_counts_from_the_start(root: Path, spec: PrepareSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("csdctl.worker.ingest.sources.arrays.BLOCK_BYTES", 1000)
     samples = np.ones((5000, 2), np.float32)
     samples[4321, 1] = np.nan
@@ -173,9 +167,7 @@ def test_what_is_no_number_is_refused(root: Path, spec: PrepareSpec, array: Any,
     assert "damaged" not in refusal(spec, message)
 
 
-def test_column_that_is_an_input_keeps_integers_that_float32_does_not_hold(
-    root: Path, spec: PrepareSpec
-) -> None:
+def test_input_keeps_integers_that_float32_does_not_hold(root: Path, spec: PrepareSpec) -> None:
     (root / "t.csv").write_text("user,age,y\n16777217,63,0\n5,41,1\n")
     spec = replace(spec, table=TableSchema(("y",)), inputs={"user": (1,), "age": (1,)})
     info = prepare(spec)

@@ -77,9 +77,7 @@ class TestFormats:
         assert np.array_equal(arrays_of(info)[0], COLOUR)
         assert (arrays_of(info)[1].tolist(), arrays_of(info)[1].dtype) == (LABELS.tolist(), np.int32)
 
-    def test_npy_pair_is_used_in_place_unless_the_model_takes_a_channel(
-        self, root: Path, spec: PrepareSpec
-    ) -> None:
+    def test_npy_pair_is_used_in_place_if_its_shape_is_right(self, root: Path, spec: PrepareSpec) -> None:
         write_npy(root, images=GREY)
         info = prepare(spec)
         assert info.path == str(root)
@@ -99,9 +97,7 @@ class TestFormats:
         assert np.array_equal(arrays_of(prepare(replace(spec, inputs=inputs)))[0], series)
 
     @pytest.mark.parametrize("samples", [np.array([[0.1], [0.2]]), np.eye(2) > 0, np.ones((2, 1), ">f4")])
-    def test_other_numbers_become_float32_as_in_fit(
-        self, root: Path, spec: PrepareSpec, samples: np.ndarray
-    ) -> None:
+    def test_other_numbers_become_float32(self, root: Path, spec: PrepareSpec, samples: np.ndarray) -> None:
         write_npz(root.parent, x=samples, y=LABELS[:2])
         write_npy(root, samples, LABELS[:2])
         for source in (root, root.parent / NPZ):
@@ -190,7 +186,7 @@ class TestRepeatedCalls:
             assert int(arrays_of(found[-1])[0].max()) == value
         assert found[0].fingerprint == found[2].fingerprint != found[1].fingerprint
 
-    def test_only_changed_files_are_read_and_the_same_content_is_not_prepared_again(
+    def test_only_changed_files_are_read_and_changed_content_is_prepared(
         self, root: Path, spec: PrepareSpec, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.chdir(root.parent)
@@ -244,9 +240,7 @@ UNFIT: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 
 @pytest.mark.parametrize(("write", "message"), UNFIT.values(), ids=UNFIT)
-def test_unfit_data_is_bad_input(
-    root: Path, spec: PrepareSpec, write: Callable[[Path], Any], message: str
-) -> None:
+def test_misfit_is_refused(root: Path, spec: PrepareSpec, write: Callable[[Path], Any], message: str) -> None:
     write(root)
     with full_disk(1 << 24), pytest.raises(WorkerError, match=message) as raised:  # nothing is reserved
         prepare(spec)
@@ -273,9 +267,7 @@ def test_private_data_that_is_missing_may_come_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("is_private", "found"), [(False, "; it has x_train, y_train$"), (True, r"labels\)$")]
 )
-def test_other_names_in_an_npz_are_listed_unless_private(
-    root: Path, spec: PrepareSpec, is_private: bool, found: str
-) -> None:
+def test_names_in_an_npz_are_listed(root: Path, spec: PrepareSpec, is_private: bool, found: str) -> None:
     write_npz(root, x_train=COLOUR, y_train=LABELS)
     remedy = refusal(replace(spec, is_private=is_private), f"has no arrays x and y .*{found}")
     assert "FILE.py:NAME" in remedy
@@ -369,7 +361,7 @@ def edit(**values: object) -> Callable[[Path], None]:
         lambda path: (path.unlink(), path.symlink_to("/dev/zero")),
     ],
 )
-def test_description_that_was_edited_is_written_again(
+def test_edited_description_is_renewed(
     copied_or_in_place: PrepareSpec, change: Callable[[Path], None]
 ) -> None:
     spec = copied_or_in_place

@@ -118,9 +118,7 @@ def test_damaged_work_gives_the_same_bytes(
     assert content(prepare(spec)) == content(whole)
 
 
-def test_partial_data_is_dropped_if_the_source_has_changed(
-    spec: PrepareSpec, image_tree: Path, tmp_path: Path
-) -> None:
+def test_part_of_a_changed_source_is_dropped(spec: PrepareSpec, image_tree: Path, tmp_path: Path) -> None:
     changing = replace(spec, source=shutil.copytree(image_tree, str(tmp_path / "copy")))
     interrupt(changing, after=1)
     (tmp_path / "copy" / "cat" / "0.png").unlink()

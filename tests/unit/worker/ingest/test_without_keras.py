@@ -86,9 +86,7 @@ except WorkerError as error:
         ("    from keras import ops", "remedy: install them: `csdctl provision --with-keras`"),
     ],
 )
-def test_function_runs_unless_it_imports_keras(
-    tmp_path: Path, packages: Path, line: str, printed: str
-) -> None:
+def test_function_without_keras_runs(tmp_path: Path, packages: Path, line: str, printed: str) -> None:
     top, inner = ("", line) if line.startswith(" ") else (line, "")
     code = f"import numpy as np\n{top}\ndef load(path):\n{inner}\n    return np.ones((4, 2)), np.arange(4)\n"
     (tmp_path / "data.py").write_text(code)

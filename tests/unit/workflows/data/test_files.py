@@ -53,9 +53,7 @@ def content(shards: dict[str, tuple[StoredFile, StoredFile]]) -> dict[str, list[
 
 
 @pytest.mark.parametrize("text", [None, "", "[]", '["a", "b"]', "{}", "[" * 100_000])
-def test_shard_that_was_swapped_or_has_another_record_is_cut_again(
-    tmp_path: Path, public: DatasetInfo, text: str | None
-) -> None:
+def test_shard_that_was_swapped_is_cut_again(tmp_path: Path, public: DatasetInfo, text: str | None) -> None:
     shards = cut(tmp_path, public)
     before = content(shards)
     np.save(shards["csd0"][0].source, np.zeros(10, np.int32))
@@ -75,9 +73,7 @@ def test_public_data_that_was_swapped_is_not_cut(tmp_path: Path, public: Dataset
     assert raised.value.remedy == "run `csdctl prepare`"
 
 
-def test_other_content_is_cut_anew_and_another_seed_gives_other_rows(
-    tmp_path: Path, public: DatasetInfo
-) -> None:
+def test_other_content_is_cut_anew_and_other_seeds_differ(tmp_path: Path, public: DatasetInfo) -> None:
     """Also where the fingerprint, that of names, sizes and times, is the same; the host leaves these rows."""
     before = content(cut(tmp_path, public))
     shards = content(cut(tmp_path, public, seed=4))
@@ -112,9 +108,7 @@ def send_nothing(progress: DeliveryProgress) -> None:
         ({"ignored": []}, {"code.py", "notes.txt", ".git/config"}),
     ],
 )
-def test_files_of_a_tree_and_the_node_that_fails(
-    tmp_path: Path, options: dict[str, Any], names: set[str]
-) -> None:
+def test_files_of_a_tree_and_failing_node(tmp_path: Path, options: dict[str, Any], names: set[str]) -> None:
     tree = tmp_path / "tree"
     (tree / ".git").mkdir(parents=True)
     for name in (".git/config", "code.py", "notes.txt"):
@@ -187,9 +181,7 @@ def fail() -> None:
     raise Building
 
 
-def test_unchanged_model_is_not_built_again_and_keeps_the_order_of_its_inputs(
-    built: tuple[Job, SerializedModel],
-) -> None:
+def test_unchanged_model_is_not_built_again_and_keeps_its_inputs(built: tuple[Job, SerializedModel]) -> None:
     job, model = built
     assert list(model.info.inputs) == ["title", "body", "tags"]
     assert serialize(job, fail) == model
@@ -210,7 +202,7 @@ def test_unchanged_model_is_not_built_again_and_keeps_the_order_of_its_inputs(
     ],
     ids=str,
 )
-def test_model_is_built_again_when_what_it_is_made_of_has_changed(
+def test_model_of_changed_parts_is_built_again(
     built: tuple[Job, SerializedModel], change: str | dict[str, Any]
 ) -> None:
     job, _ = built

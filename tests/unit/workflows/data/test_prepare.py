@@ -167,9 +167,7 @@ def test_record_has_shapes_and_counts_but_no_names(project: ProjectDirectory) ->
         ("read.py", "...", "return 1", False),  # a function that changed may read other data
     ],
 )
-def test_other_data_has_no_record(
-    project: ProjectDirectory, file: str, old: str, new: str, is_valid: bool
-) -> None:
+def test_other_data_is_new(project: ProjectDirectory, file: str, old: str, new: str, is_valid: bool) -> None:
     path = project.root / file
     path.write_text(path.read_text().replace(old, new))
     assert bool(load_prepared(project, load_job(project.root / "job.yaml"))) is is_valid
@@ -190,7 +188,7 @@ def test_damaged_record_is_none(project: ProjectDirectory, text: str) -> None:
         *(({name: value}, ["csd0"]) for name, value in DESCRIBED.items()),
     ],
 )
-def test_other_description_of_the_same_data_is_found(
+def test_changed_description_is_noted(
     project: ProjectDirectory, edit: dict[str, object], found: list[str]
 ) -> None:
     job = written(project.root)

@@ -47,9 +47,7 @@ def test_paths_are_relative_to_the_job_file_and_imports_are_found(project: Path)
         assert parse_sources(request).private == expected
 
 
-def test_functions_of_a_script_stay_and_are_written_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_functions_of_a_script_are_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.py").write_text("import layers_of_a\nmodel.fit(x)")
     (tmp_path / "layers_of_a.py").touch()
     functions = tmp_path / "a_functions.py"
@@ -89,9 +87,7 @@ def test_functions_of_a_script_stay_and_are_written_again(
         ("scaler.fit(x)", False),
     ],
 )
-def test_model_of_a_file_that_trains_when_it_is_imported_is_refused(
-    project: Path, text: str, trains: bool
-) -> None:
+def test_model_of_a_file_that_trains_when_imported_is_refused(project: Path, text: str, trains: bool) -> None:
     (project / "model.py").write_text(text)
     request = InitRequest(project / "job.yaml", f"{project}/model.py:build", str(project))
     with pytest.raises(InputError, match="trains a model when") if trains else nullcontext():

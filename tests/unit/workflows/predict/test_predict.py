@@ -277,9 +277,7 @@ def test_each_output_has_fields_of_its_own_and_classes_of_pixels_are_refused() -
         ('{"config": {"units": 3}}', "only models with a graph"),
     ],
 )
-def test_layer_that_the_model_does_not_have_is_refused(
-    tmp_path: Path, architecture: str, remedy: str
-) -> None:
+def test_layer_that_the_model_lacks_is_refused(tmp_path: Path, architecture: str, remedy: str) -> None:
     (tmp_path / "model.json").write_text(architecture)
     file = StoredFile("a" * 64 + ".json", tmp_path / "model.json", 0)
     with pytest.raises(InputError, match="has no layer 'pool'") as refused:

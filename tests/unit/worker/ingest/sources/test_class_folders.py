@@ -39,9 +39,7 @@ class TestClasses:
         assert (info.sample_shape, info.dtype, info.label_shape) == ((4, 4, 3), "uint8", ())
         assert info.max_label == 2
 
-    def test_listed_classes_define_the_labels_and_may_have_no_folder(
-        self, root: Path, spec: PrepareSpec
-    ) -> None:
+    def test_listed_classes_define_labels_and_may_have_no_folder(self, root: Path, spec: PrepareSpec) -> None:
         put(root, "caf\u0065\u0301/a.png")  # another Unicode form of the same name
         put(root, "ant/a.png")
         info = prepare(replace(spec, classes=("dog", "caf\u00e9", "ant"), names_classes=False))
@@ -59,9 +57,7 @@ class TestClasses:
         refusal(replace(spec, classes=("cat", "lion")), "classes c0, c1, c2, c3, c4 and 4 more")
 
     @pytest.mark.parametrize("name", [b"a\x1b[31mb", b"\xff\xfe"])
-    def test_folder_with_an_unprintable_name_is_refused(
-        self, root: Path, spec: PrepareSpec, name: bytes
-    ) -> None:
+    def test_folder_of_unprintable_name_is_refused(self, root: Path, spec: PrepareSpec, name: bytes) -> None:
         put(root, f"{os.fsdecode(name)}/a.png")
         with pytest.raises(WorkerError) as raised:
             prepare(spec)
@@ -98,7 +94,7 @@ class TestUnusable:
         ]
         assert info.skipped == tuple(line.partition(" ")[2] for line in lines[:5])
 
-    def test_files_that_are_skipped_are_named_in_one_line_and_private_ones_on_their_node(
+    def test_skipped_files_are_named_in_lines_and_private_ones_on_their_node(
         self, root: Path, spec: PrepareSpec
     ) -> None:
         for name in ("a.png", f"{SECRET}.png", "b\nc.png", os.fsdecode(b"\xff.png")):
@@ -110,9 +106,7 @@ class TestUnusable:
         names = [r"'cat/b\nc.png'", f"cat/{SECRET}.png", r"'cat/\udcff.png'"]
         assert lines == [f"undecodable {name}" for name in names]
 
-    def test_folders_of_several_data_sets_are_no_classes_unless_they_are_listed(
-        self, root: Path, spec: PrepareSpec
-    ) -> None:
+    def test_folders_of_data_sets_are_no_classes_unless_listed(self, root: Path, spec: PrepareSpec) -> None:
         for name in ("Test", "train", "val"):
             put(root, f"{name}/cat/a.png")
         remedy = refusal(spec, "the folders Test, train, val, which are data sets, not classes")
@@ -122,9 +116,7 @@ class TestUnusable:
         shutil.rmtree(root / "bus")
         assert prepare(replace(spec, classes=("Test", "train", "val"))).num_samples == 3
 
-    def test_a_single_folder_of_folders_is_a_class_only_if_it_is_listed(
-        self, root: Path, spec: PrepareSpec
-    ) -> None:
+    def test_single_folder_of_folders_is_a_class_if_it_is_listed(self, root: Path, spec: PrepareSpec) -> None:
         """An archive that is unpacked into a folder of its own name has its classes one level deeper."""
         for name in ("pets/README", "pets/cat/a.png", "pets/dog/a.png", "pets/dog/b.png"):
             put(root, name)
@@ -133,7 +125,7 @@ class TestUnusable:
         assert prepare(replace(spec, classes=("pets",))).num_samples == 4
 
     @pytest.mark.parametrize("content", [None, b"text"])
-    def test_data_without_usable_samples_is_bad_input(
+    def test_no_usable_samples_are_refused(
         self, root: Path, spec: PrepareSpec, content: bytes | None
     ) -> None:
         (root / "cat").mkdir()
@@ -153,7 +145,7 @@ class TestLinks:
             ("dog", "cat", "a link to a directory"),
         ],
     )
-    def test_link_that_leads_out_or_to_a_directory_is_refused(
+    def test_link_that_leads_out_is_refused(
         self, root: Path, spec: PrepareSpec, link: str, target: str, message: str
     ) -> None:
         put(root, "cat/a.png")

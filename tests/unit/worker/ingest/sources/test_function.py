@@ -170,9 +170,7 @@ class TestDatasets:
         assert (info.dtype, info.label_dtype, info.num_samples) == ("float32", "int32", 20)
 
     @pytest.mark.parametrize("calls", ["", ".batch(8)", ".batch(2, drop_remainder=True)"])
-    def test_columns_of_a_table_as_named_inputs_and_as_many_labels_as_values(
-        self, load: Load, calls: str
-    ) -> None:
+    def test_columns_as_named_inputs_and_as_many_labels_as_values(self, load: Load, calls: str) -> None:
         """Which are no batch."""
         info = load(f"{TWO}return {DATASET}((dict(b=x['b'][:, 0]), y)){calls}", TF, inputs={"b": (1,)})
         assert info.inputs == {"b": ("float32", ())}
@@ -185,9 +183,7 @@ class TestDatasets:
         "returned",
         [f"{DATASET}((x, y)).shuffle(20).batch(8)", "np.random.rand(9, 1), np.random.permutation(9)"],
     )
-    def test_random_order_and_numbers_are_the_same_in_every_call(
-        self, load: Load, spec: PrepareSpec, returned: str
-    ) -> None:
+    def test_random_numbers_are_always_the_same(self, load: Load, spec: PrepareSpec, returned: str) -> None:
         text = f"{SLICES}return {returned}"
         drawn = [arrays_of(load(text, TF, store=f"{spec.store}-{n}"))[1].tolist() for n in range(2)]
         assert drawn[0] == drawn[1]
@@ -279,9 +275,7 @@ REFUSALS = [
 
 
 @pytest.mark.parametrize(("returned", "message", "remedy"), REFUSALS)
-def test_anything_else_is_refused_with_a_remedy_and_without_data(
-    spec: PrepareSpec, returned: str, message: str, remedy: str
-) -> None:
+def test_others_are_refused_without_data(spec: PrepareSpec, returned: str, message: str, remedy: str) -> None:
     spec = write(replace(spec, is_private=True), f"{SLICES}return {returned}", f"{TF}\n{BATCHES}")
     assert remedy in refusal(spec, message)
 

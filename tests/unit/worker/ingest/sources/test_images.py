@@ -172,7 +172,7 @@ class TestFit:
         st.sampled_from([1, 3]),
         st.sampled_from(["stretch", "crop", "pad"]),
     )
-    def test_images_of_any_size_get_the_shape_and_white_stays_white(
+    def test_images_of_any_size_get_the_shape_and_stay_white(
         self, height: int, width: int, channels: int, wanted: int, fit: str
     ) -> None:
         fitted = decode(

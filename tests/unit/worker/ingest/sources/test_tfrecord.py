@@ -56,7 +56,7 @@ ENCODED = [example(image=png(image), label=number) for number, image in enumerat
 @pytest.mark.parametrize(
     "names", ["train-00000-of-00002 train-00001-of-00002", "a\udce9.tfrecords", "a.tfrec.gz"]
 )
-def test_encoded_images_of_all_shards_are_read_in_order(
+def test_images_of_all_shards_are_in_order(
     root: Path, spec: PrepareSpec, names: str, compression: str
 ) -> None:
     """Whatever the name says about compression."""
@@ -80,9 +80,7 @@ def test_plain_file_with_the_gzip_magic_is_read_as_plain(root: Path, spec: Prepa
     assert prepare(spec).num_samples == 1
 
 
-def test_raw_images_are_fitted_and_raw_numbers_are_unchanged(
-    root: Path, spec: PrepareSpec, tmp_path: Path
-) -> None:
+def test_raw_images_are_fitted_and_numbers_unchanged(root: Path, spec: PrepareSpec, tmp_path: Path) -> None:
     write(root / "a.tfrecord", [example(image=one.tobytes(), label=1) for one in IMAGES])
     assert np.array_equal(arrays_of(prepare(replace(spec, records=RAW)))[0], IMAGES)
     smaller = replace(spec, records=RAW, picture=ImageRule((3, 3, 1)))
@@ -158,7 +156,7 @@ def test_records_before_the_damage_in_a_file_are_used(root: Path, spec: PrepareS
         (RecordSchema("picture", "label"), "no usable samples: 5 no feature"),
     ],
 )
-def test_files_without_a_matching_schema_are_bad_input(
+def test_files_need_a_matching_schema(
     root: Path, spec: PrepareSpec, records: RecordSchema | None, message: str
 ) -> None:
     write(root / f"{SECRET}.tfrecord", ENCODED)
