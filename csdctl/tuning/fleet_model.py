@@ -16,10 +16,8 @@ from typing import Any
 
 from csdctl.fleet.model import HOST_NAME
 from csdctl.perfmodel.prediction import CollectiveCost, RankModel, StepTime, calibrate_overhead
+from csdctl.tuning import measurements, plan, search
 from csdctl.tuning import measurements as measured
-from csdctl.tuning.measurements import Point
-from csdctl.tuning.plan import RankPlan
-from csdctl.tuning.search import BestPlan
 from csdctl.worker.protocol.run_spec import Runtime
 
 Array = Any
@@ -45,7 +43,7 @@ OUTLIER_TOLERANCE = 0.1
 """A machine that differs from its class by more than this share in a trial gets a separate step time."""
 
 
-def fit_step_time(probes: Sequence[Point]) -> StepTime:
+def fit_step_time(probes: Sequence[measurements.Point]) -> StepTime:
     """Fit the step time to `probes` of one machine class. Raises ValueError without probes.
 
     One batch size gives a line through the origin. Times that do not grow with the batch give a flat line.
@@ -182,8 +180,8 @@ class TrialResult:
 class TriedPlan:
     """A plan and the result of its trial."""
 
-    best: BestPlan
-    ranks: tuple[RankPlan, ...]
+    best: search.BestPlan
+    ranks: tuple[plan.RankPlan, ...]
     """The host first, with batch size 0 when it does not train."""
     result: TrialResult
 
@@ -199,7 +197,7 @@ class ClassModel:
 
     machines: tuple[str, ...]
     settings: Runtime = field(default_factory=Runtime)
-    points: tuple[Point, ...] = ()
+    points: tuple[measurements.Point, ...] = ()
     """Probes with these settings, including probes of earlier tunings."""
     in_step_factor: float = 1.0
     """Compute time of a step in a trial, together with other ranks, relative to a probe of the same size."""
@@ -251,7 +249,7 @@ class ClassModel:
             if outcome.step_time_s is None:
                 too_large = min(size, too_large or size)
                 continue
-            points.append(Point(size, outcome.step_time_s))
+            points.append(measurements.Point(size, outcome.step_time_s))
             if outcome.peak_memory_bytes:
                 peaks[size] = max(outcome.peak_memory_bytes, peaks.get(size, 0))
         if too_large and max((point.batch_size for point in points), default=0) >= too_large:

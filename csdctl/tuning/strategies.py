@@ -12,10 +12,8 @@ from csdctl.fleet.model import HOST_NAME
 from csdctl.perfmodel.prediction import RankModel, StepTime
 from csdctl.perfmodel.spread import PRIOR_WEIGHT, Spread
 from csdctl.placement.equation1 import Placed, place_shards, steps_per_epoch
-from csdctl.tuning.measurements import NUMBER_BYTES
+from csdctl.tuning import measurements, search, stannis
 from csdctl.tuning.plan import DATA_PARALLEL, FEATURES, SPLIT, Strategy, StrategyPlan
-from csdctl.tuning.search import Limits, find_best
-from csdctl.tuning.stannis import TuningError
 from csdctl.worker.protocol.model_info import CutInfo
 from csdctl.worker.protocol.probe import PartTimes
 from csdctl.worker.protocol.run_spec import SplitSpec
@@ -77,7 +75,7 @@ def share_by_flops(cut: CutInfo, num_operations: int) -> Shares | None:
         backward=before * BACKWARD_SHARE,
         head=1 - before,
         cut_bytes=cut.num_bytes,
-        vector_bytes=NUMBER_BYTES * cut.num_trainable,
+        vector_bytes=measurements.NUMBER_BYTES * cut.num_trainable,
     )
 
 
@@ -91,7 +89,7 @@ def measured_shares(times: PartTimes, cuts: Sequence[CutInfo]) -> dict[str, Shar
             backward=part.backward_s / times.step_s,
             head=part.head_s / times.step_s,
             cut_bytes=by_layer.get(part.layer, blank).num_bytes,
-            vector_bytes=NUMBER_BYTES * by_layer.get(part.layer, blank).num_trainable,
+            vector_bytes=measurements.NUMBER_BYTES * by_layer.get(part.layer, blank).num_trainable,
         )
         for part in times.cuts
     }
@@ -200,7 +198,7 @@ class Training:
         )
         return on_host if on_host.first_run_s < by_all.first_run_s * (1 - MIN_GAIN) else by_all
 
-    def forecast_split(self, shares: Shares, limits: Limits) -> StrategyForecast | None:
+    def forecast_split(self, shares: Shares, limits: search.Limits) -> StrategyForecast | None:
         """Forecast the split with the batch sizes that take the least time. None: limits allow none."""
         host_shares = HOST_SHARES if self.num_public else HOST_SHARES[:1]
         all_sizes = [self._split_sizes(shares, limits, share) for share in host_shares]
@@ -255,7 +253,7 @@ class Training:
             next_run_s=run_s,
         )
 
-    def _split_sizes(self, shares: Shares, limits: Limits, host_share: float) -> dict[str, int] | None:
+    def _split_sizes(self, shares: Shares, limits: search.Limits, host_share: float) -> dict[str, int] | None:
         """Return batch sizes with which all nodes take as long, or None where the limits allow none."""
         host_size = round(limits.largest_global_batch * host_share)
         if host_share and not host_size:
@@ -266,8 +264,10 @@ class Training:
             if name != HOST_NAME
         ]
         try:
-            best = find_best(candidates, limits.without(host_size), lambda _: self.sum_s(shares.vector_bytes))
-        except TuningError:
+            best = search.find_best(
+                candidates, limits.without(host_size), lambda _: self.sum_s(shares.vector_bytes)
+            )
+        except stannis.TuningError:
             return None
         return {HOST_NAME: host_size, **best.batch_sizes}
 

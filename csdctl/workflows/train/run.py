@@ -26,9 +26,7 @@ from csdctl.reporting.results import COMPLETED, FAILED, STOPPED, RunSummary, rea
 from csdctl.runs.directory import EventLog, RunDirectory, keep_step_file
 from csdctl.shipping.deliver import deliver, pack_payload
 from csdctl.shipping.store import store_bytes
-from csdctl.supervision.event_callbacks import EventCallbacks
-from csdctl.supervision.run_setup import Conditions, PrepareNode
-from csdctl.supervision.supervisor import USER
+from csdctl.supervision import event_callbacks, run_setup, supervisor
 from csdctl.transport.session import Session
 from csdctl.worker.protocol.events import Event
 from csdctl.worker.protocol.json_codec import to_json
@@ -93,7 +91,7 @@ def run_ranks(
     }
     deploy_files(files, fleet, space.sessions, events)
     least = 1 if options.min_nodes is None else options.min_nodes
-    conditions = Conditions(
+    conditions = run_setup.Conditions(
         # A host that sits out cannot continue alone.
         min_nodes=min(max(least, spec.ranks[0].batch_size == 0), len(nodes)),
         is_resumable=spec.num_checkpoints > 0,
@@ -114,7 +112,7 @@ def run_ranks(
     )
 
 
-def _prepare_late_node(resolved: ResolvedRun, spec: RunSpec) -> PrepareNode:
+def _prepare_late_node(resolved: ResolvedRun, spec: RunSpec) -> run_setup.PrepareNode:
     space, prepared = resolved.context.space, resolved.context.prepared
 
     def prepare(session: Session) -> str:
@@ -157,7 +155,7 @@ def run_to_end(resolved: ResolvedRun, spec: RunSpec, run: RunDirectory, options:
     is_done = is_interrupted = is_full = False
     with (
         PowerSampler(run, space.fleet, space.sessions, events.say),
-        EventCallbacks(options.callbacks, run.run_id, events.say) as callbacks,
+        event_callbacks.EventCallbacks(options.callbacks, run.run_id, events.say) as callbacks,
     ):
 
         def record(event: object) -> None:
@@ -176,7 +174,7 @@ def run_to_end(resolved: ResolvedRun, spec: RunSpec, run: RunDirectory, options:
             stopped_by = run_ranks(
                 resolved, spec, run, options, stream, should_stop=lambda: callbacks.has_stopped
             )
-            is_done, is_interrupted = not stopped_by, stopped_by == USER
+            is_done, is_interrupted = not stopped_by, stopped_by == supervisor.USER
         except KeyboardInterrupt:  # the ranks were ended at once; the last completed step is kept
             is_interrupted = True
         except (RunError, DeadlineError) as error:

@@ -6,11 +6,8 @@ from dataclasses import dataclass, field, replace
 from csdctl.errors import CsdctlError, InputError, option
 from csdctl.fleet.model import HOST_NAME
 from csdctl.reporting.numbers import format_seconds
-from csdctl.tuning import strategies
-from csdctl.tuning.fleet_model import FleetModel
-from csdctl.tuning.measurements import ForecastErrors
+from csdctl.tuning import fleet_model, measurements, plan_choice, strategies
 from csdctl.tuning.plan import FEATURES, SPLIT, Plan, Strategy, StrategyPlan
-from csdctl.tuning.plan_choice import TunedFleet, confirmed_prediction, predict_host_samples_per_s
 from csdctl.tuning.strategies import MEASURED_BATCH, Shares, StrategyForecast, Training, choose_strategy
 from csdctl.worker.protocol.features import FLOAT32
 from csdctl.worker.protocol.model_info import CutInfo
@@ -50,8 +47,8 @@ class StrategyChooser:
     cut: str
     context: RunContext
     plan: Plan
-    tuned: TunedFleet
-    errors: ForecastErrors
+    tuned: plan_choice.TunedFleet
+    errors: measurements.ForecastErrors
     process_s: float
     """Seconds in which the ranks start, with their links."""
     impossible: dict[Strategy, str] = field(default_factory=dict)
@@ -139,7 +136,7 @@ class StrategyChooser:
         )
 
     @property
-    def _model(self) -> FleetModel:
+    def _model(self) -> fleet_model.FleetModel:
         """The model of the fleet. A trial of a few samples on the host says nothing about many."""
         model = self.tuned.model
         host = model.classes.get(HOST_NAME)
@@ -248,8 +245,8 @@ class StrategyChooser:
         final = tried if self.strategy == SPLIT else choose_strategy([*without, tried])
         if final is not tried:
             return self._with_strategies(self._follow(final), listed)
-        host_rate = predict_host_samples_per_s(self.tuned.model, self.tuned.limits)
-        predicted = confirmed_prediction(plan.batch_sizes, result, self.errors, host_rate)
+        host_rate = plan_choice.predict_host_samples_per_s(self.tuned.model, self.tuned.limits)
+        predicted = plan_choice.confirmed_prediction(plan.batch_sizes, result, self.errors, host_rate)
         peaks = zip(plan.ranks, result.peak_memory_bytes, strict=True)
         ranks = [replace(rank, peak_memory_bytes=peak) for rank, peak in peaks]
         plan = plan.model_copy(update={"predicted": predicted, "ranks": ranks})

@@ -25,10 +25,8 @@ from csdctl.workflows.data.prepare import prepare_in
 from csdctl.workflows.train.plan import build_fingerprint, default_runtime
 from csdctl.workflows.train.request import AUTO, check_strategy
 from csdctl.workflows.train.spec import RunContext
-from csdctl.workflows.tune.fleet_measurements import FleetMeasurements, hash_recipe
+from csdctl.workflows.tune import fleet_measurements, strategy_choice, tuning_run
 from csdctl.workflows.tune.rounds import FitTuner, FleetMeasurer
-from csdctl.workflows.tune.strategy_choice import StrategyChooser, check_possible
-from csdctl.workflows.tune.tuning_run import PROBE_DEADLINE_S
 from csdctl.workflows.workspace.event_stream import EventStream
 from csdctl.workflows.workspace.workspace import open_workspace
 
@@ -93,9 +91,9 @@ class TuneOptions:
                 remedy=f"leave them out, or use {option('method')} {STANNIS}",
             )
         stannis.check_arguments(*arguments)
-        if not 0 <= self.probe_duration_s < PROBE_DEADLINE_S:
+        if not 0 <= self.probe_duration_s < tuning_run.PROBE_DEADLINE_S:
             raise InputError(
-                f"{option('probe_duration_s')} must be at least 0 and below {PROBE_DEADLINE_S:g}, "
+                f"{option('probe_duration_s')} must be at least 0 and below {tuning_run.PROBE_DEADLINE_S:g}, "
                 f"received {self.probe_duration_s}",
                 remedy="see `csdctl tune --help`",
             )
@@ -113,7 +111,7 @@ def tune_job(job: Job, fleet: Fleet, directory: Path, options: TuneOptions, even
     find_mpirun()  # probes and trials need linked ranks
     with open_workspace(directory, fleet, "tune", is_locking=True, say=events.say) as space:
         context = RunContext(job, prepare_in(space, job, events), space, events)
-        check_possible(options.strategy, options.cut, context)
+        strategy_choice.check_possible(options.strategy, options.cut, context)
         if options.method == STANNIS:
             plan = tune_by_algorithm_1(context, options)
         else:
@@ -143,9 +141,9 @@ def tune_by_fit(context: RunContext, options: TuneOptions, noise_scale: float | 
     properties = prepared.model.describe()
     if prepared.recipe.compression == BF16:
         properties = replace(properties, number_bytes=HALVED_BYTES)
-    measurements = FleetMeasurements(
+    measurements = fleet_measurements.FleetMeasurements(
         properties,
-        hash_recipe(job, prepared.public),
+        fleet_measurements.hash_recipe(job, prepared.public),
         space.fleet,
         space.facts,
         store=MeasurementStore(space.project.measurements, say, is_optional=True, is_fresh=options.is_fresh),
@@ -175,7 +173,7 @@ def tune_by_fit(context: RunContext, options: TuneOptions, noise_scale: float | 
     plan = plan.model_copy(update={"predicted": predicted, "left_out": list(tried.best.left_out)})
     if not options.is_host_training or len(plan.ranks) == 1 or options.strategy == DATA_PARALLEL:
         return plan
-    return StrategyChooser(
+    return strategy_choice.StrategyChooser(
         options.strategy, options.cut, context, plan, tuned=tuned, errors=errors, process_s=measurer.start_s
     ).choose()
 

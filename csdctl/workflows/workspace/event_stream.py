@@ -10,11 +10,9 @@ from dataclasses import dataclass
 
 from csdctl.runs.directory import RunDirectory
 from csdctl.shipping.deliver import Delivery
-from csdctl.worker.protocol.datasets import PrepareProgress
-from csdctl.worker.protocol.events import Event
-from csdctl.worker.protocol.run_spec import RunSpec
+from csdctl.worker.protocol import datasets, events, run_spec
 
-OnProgress = Callable[[str, PrepareProgress], None]
+OnProgress = Callable[[str, datasets.PrepareProgress], None]
 """Called with the name of a machine or data set, and what it reports."""
 
 
@@ -39,7 +37,7 @@ class WorkProgressed:
     """The progress of one machine or data set."""
 
     name: str
-    progress: PrepareProgress
+    progress: datasets.PrepareProgress
 
 
 @dataclass(frozen=True)
@@ -60,12 +58,12 @@ class RunStarted:
     """The ranks of a run are about to start."""
 
     run: RunDirectory
-    spec: RunSpec
+    spec: run_spec.RunSpec
     steps_per_epoch: int
     predicted_range: tuple[float, float] | None
     """Samples per second that 9 of 10 such runs reach. None: the plan predicts nothing."""
     emulated: bool = False
-    past: Iterable[Event] = ()
+    past: Iterable[events.Event] = ()
     """The events of a run that is resumed, from before."""
 
 
