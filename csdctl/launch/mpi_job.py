@@ -269,11 +269,11 @@ def _sample_connections(session_id: int, outcome: JobOutcome) -> None:
 
 
 def add_rank_traffic(
-    traffic: Iterable[Traffic], nodes: Sequence[str], classes: Mapping[str, TrafficClass] = TRAFFIC_CLASSES
+    traffic: Traffic, nodes: Sequence[str], classes: Mapping[str, TrafficClass]
 ) -> LinkBytes:
-    """Add up what the ranks sent to each other. `nodes` by rank."""
+    """Return what the ranks sent to each other. `nodes` by rank."""
     added: Counter[tuple[str, str, str]] = Counter()
-    for row in (row for event in traffic for row in event.sent):
+    for row in traffic.sent:
         added[nodes[row.sender], nodes[row.receiver], classes[row.what]] += row.num_bytes
     return dict(added)
 

@@ -152,7 +152,7 @@ def matches(path: bytes, expected: ManifestObject) -> bool:
         status = os.fstat(file.fileno())
         has_size = is_own_file(status) and status.st_size == expected.size
         if has_size and stat.S_IMODE(status.st_mode) == expected.mode:
-            return bool(hash_of(file.fileno(), expected.size).hexdigest() == expected.sha256)
+            return hash_of(file.fileno()) == expected.sha256
     return False
 
 
@@ -161,17 +161,13 @@ def is_own_file(status: os.stat_result) -> bool:
     return stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
 
 
-def hash_of(handle: int, num_bytes: int) -> Any:
-    """Return the SHA-256 of the next `num_bytes` of `handle`, or of fewer at the end of the file."""
+def hash_of(handle: int) -> str:
+    """Return the SHA-256 of the rest of a file, in hex."""
     digest = hashlib.sha256()
-    while num_bytes:
-        chunk = os.read(handle, min(num_bytes, 1 << 20))
-        if not chunk:
-            break
+    while chunk := os.read(handle, 1 << 20):
         digest.update(chunk)
-        num_bytes -= len(chunk)
         beat()
-    return digest
+    return digest.hexdigest()
 
 
 def read_input(num_bytes: int) -> Iterator[bytes]:

@@ -285,7 +285,12 @@ class MarkedOutput:
             self.has_started = True
             data = bytes(self.preamble[end:])
             del self.preamble[start:]
-        self._keep(data)
+        if self._keep_end:
+            self._kept += data
+            if len(self._kept) > 2 * self._max_bytes:
+                del self._kept[: -self._max_bytes]
+        else:
+            self._kept += data[: self._max_bytes - len(self._kept)]
         return data
 
     def _find_marker(self, data: bytes) -> tuple[int, int]:
@@ -313,33 +318,18 @@ class MarkedOutput:
         """The retained bytes."""
         return bytes(self._kept[-self._max_bytes :] if self._keep_end else self._kept)
 
-    def _keep(self, data: bytes) -> None:
-        if self._keep_end:
-            self._kept += data
-            if len(self._kept) > 2 * self._max_bytes:
-                del self._kept[: -self._max_bytes]
-        else:
-            self._kept += data[: self._max_bytes - len(self._kept)]
-
 
 def build_program_command(python: str, module: str, arguments: Sequence[str] = ()) -> list[str]:
     """Return the argument list that runs csdctl/standalone/MODULE.py on its own. The source is packed."""
-    packed = base64.b85encode(zlib.compress(read_program(module).encode())).decode()
+    source = (resources.files("csdctl") / "standalone" / f"{module}.py").read_bytes()
+    packed = base64.b85encode(zlib.compress(source)).decode()
     program = f'import base64,zlib;exec(zlib.decompress(base64.b85decode("{packed}")))'
     return [python, "-I", "-S", "-c", program, *arguments]
 
 
 def build_child_command(command: Sequence[str], parent: int) -> list[str]:
-    """Return the argument list of a program on this host that ends with process `parent`.
-
-    It ends with the thread of `parent` that starts it.
-    """
+    """Return the argument list of a program on this host that ends with the starting thread of `parent`."""
     return build_program_command(sys.executable, "child", [str(parent), *command])
-
-
-def read_program(module: str) -> str:
-    """Return the source of csdctl/standalone/MODULE.py."""
-    return (resources.files("csdctl") / "standalone" / f"{module}.py").read_text(encoding="utf-8")
 
 
 def build_worker_command(python: str, worker_path: str, arguments: Sequence[str]) -> list[str]:

@@ -18,7 +18,7 @@ import pytest
 
 from csdctl.errors import UnreachableError
 from csdctl.fleet.model import Fleet, Node
-from csdctl.launch.mpi_job import MpiJob, add_rank_traffic
+from csdctl.launch.mpi_job import TRAFFIC_CLASSES, MpiJob, add_rank_traffic
 from csdctl.launch.mpirun import Mpirun
 from csdctl.reporting.privacy import plan_privacy
 from csdctl.reporting.results import RunSummary
@@ -133,7 +133,9 @@ class SmallRun:
                 supervisor.run()
             finally:
                 self._log.close()
-                add_rank_traffic([event for event in self.events if isinstance(event, Traffic)], NODES)
+                for event in self.events:
+                    if isinstance(event, Traffic):
+                        add_rank_traffic(event, NODES, TRAFFIC_CLASSES)
                 plan_privacy(spec, self.events)
 
     def _record(self, event: Event) -> None:

@@ -99,6 +99,6 @@ def run_spec(
             end_run(spec.run_id, dict(sessions), fleet, is_removing=is_over)
             if conditions.is_resumable:
                 space.ledger.run = spec.run_id
-            space.ledger.add(add_rank_traffic([traffic.total], nodes, conditions.traffic_classes))
+            space.ledger.add(add_rank_traffic(traffic.total, nodes, conditions.traffic_classes))
             space.ledger.add(add_mpirun_traffic(supervisor.outcomes, fleet))
     return supervisor.stopped_by

@@ -1,6 +1,7 @@
 """Delivery of files and trees to this machine and over SSH, with a real receiver, also under faults."""
 
 import ast
+import inspect
 import os
 import subprocess
 import sys
@@ -24,7 +25,7 @@ from csdctl.shipping.deliver import (
     read_tree,
 )
 from csdctl.shipping.store import OBJECTS, hash_file, store_bytes
-from csdctl.transport.commands import read_program
+from csdctl.standalone import receive
 from csdctl.transport.local import LocalSession
 from csdctl.transport.ssh import connect
 from tests.fake_session import FakeSession
@@ -328,7 +329,7 @@ def test_tree_is_not_put_into_the_store(node: Machine, source: Path, destination
 
 
 def test_receiver_is_python_3_8_and_imports_the_standard_library_only() -> None:
-    tree = ast.parse(read_program("receive"), feature_version=(3, 8))
+    tree = ast.parse(inspect.getsource(receive), feature_version=(3, 8))
     imported = set[str]()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
