@@ -468,7 +468,6 @@ def _remove_short_tmp(paths: FleetPaths) -> None:
 
 
 def _remove_tree(path: Path) -> None:
-    """Remove a file or a tree, including one with read-only directories."""
     if path.is_dir() and not path.is_symlink():
         subprocess.run(["chmod", "-R", "u+rwX", str(path)], check=False)
         shutil.rmtree(path)

@@ -199,7 +199,6 @@ def remove_cgroup(path: Path) -> None:
 
 
 def _create(path: Path, version: int, cpu: float) -> bool:
-    """Create the group, set its share and try to enter it. Remove it on failure."""
     try:
         path.mkdir()
     except OSError:
@@ -308,16 +307,12 @@ class DutyCycle:
             send_signal(stopped, signal.SIGCONT)
 
 
-CpuLimit = CgroupLimit | DutyCycle
-"""A limit of the processes of one node to a share of the CPU."""
-
-
 def cgroup_prefix(fleet_id: str) -> str:
     """Return the prefix of the control groups of a fleet."""
     return f"csdctl-{fleet_id}-"
 
 
-def open_cpu_limit(mechanism: str, fleet_id: str, node: str, cpu: float) -> CpuLimit:
+def open_cpu_limit(mechanism: str, fleet_id: str, node: str, cpu: float) -> CgroupLimit | DutyCycle:
     """Limit the descendants of this process by `mechanism` "duty", or "auto": a control group if possible."""
     cgroup = open_cgroup(cgroup_prefix(fleet_id) + node, cpu) if mechanism == "auto" else None
     return cgroup or DutyCycle(os.getpid(), cpu)

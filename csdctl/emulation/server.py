@@ -41,7 +41,9 @@ log = logging.getLogger(__name__)
 class Commands:
     """Run the commands of one node. `pids` are the processes that are waited for here."""
 
-    def __init__(self, limit: limits.CpuLimit, environment: dict[str, str], home: Path) -> None:
+    def __init__(
+        self, limit: limits.CgroupLimit | limits.DutyCycle, environment: dict[str, str], home: Path
+    ) -> None:
         self._limit = limit
         self._environment = environment
         self._home = home
@@ -138,7 +140,6 @@ async def _forward_output(reader: asyncio.StreamReader | None, writer: "asyncssh
 
 
 def _members(group: int) -> list[int]:
-    """Return the processes of this node in process group `group`."""
     stats = {pid: load_stat(pid) for pid in limits.list_descendants(os.getpid())}
     return [pid for pid, stat in stats.items() if stat and stat.group == group]
 
@@ -200,7 +201,6 @@ async def serve_node(paths: FleetPaths, state: FleetState, name: str, report: in
 
 
 async def _reap_adopted(commands: Commands) -> None:
-    """Reap daemons that have ended: they are children of this process."""
     while True:
         await asyncio.sleep(0.25)
         for pid in limits.list_children(os.getpid()):

@@ -290,7 +290,6 @@ def _judge_clock(offset_s: float | None) -> Judgement:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """Parse the leading numbers of a version: `2.21.0rc1` is (2, 21, 0)."""
     match = re.match(r"\d+(\.\d+)*", version)
     return tuple(map(int, match[0].split("."))) if match else ()
 

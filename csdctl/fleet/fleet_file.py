@@ -82,7 +82,6 @@ class FleetFile(Fleet):
 
 
 def _fill(entries: Any, defaults: YamlMapping) -> Any:
-    """Return `entries` with `defaults` where they state nothing, also in the nodes of servers."""
     if not isinstance(entries, list):
         return entries
     return [
@@ -261,7 +260,6 @@ def _name_jump_hosts(nodes: Sequence[Node]) -> dict[Node, str]:
 
 
 def _as_jump_host(node: Node) -> Node:
-    """Return `node` with only the fields that matter for a jump host."""
     jump = _as_jump_host(node.jump) if node.jump else None
     return replace(node, python="python3", groups=(), jump=jump)
 

@@ -122,7 +122,8 @@ class MachineClass:
     def name(self) -> str:
         """A name for display: "aarch64 Cortex-A53, 4 cores, 6 GiB". Not unique."""
         cores = f"{self.num_cores or _UNKNOWN} core" + ("" if self.num_cores == 1 else "s")
-        parts = [f"{self.architecture or _UNKNOWN} {_shorten(self.cpu_model)}".rstrip(), cores]
+        cpu = re.sub(r"\((?:R|TM|C)\)|\bCPU\b", " ", self.cpu_model, flags=re.IGNORECASE)
+        parts = [" ".join([self.architecture or _UNKNOWN, *cpu.split()]), cores]
         if self.cpu_limit is not None:
             parts.append(f"{self.cpu_limit:g} CPU")
         if self.memory_bytes:
@@ -190,10 +191,6 @@ def round_memory_up(num_bytes: int) -> int:
     """
     quarter: int = 2 ** max(0, math.floor(math.log2(num_bytes)) - 2)
     return math.ceil(num_bytes / quarter) * quarter
-
-
-def _shorten(cpu_model: str) -> str:
-    return " ".join(re.sub(r"\((?:R|TM|C)\)|\bCPU\b", " ", cpu_model, flags=re.IGNORECASE).split())
 
 
 def _short_hash(content: object) -> str:

@@ -75,11 +75,13 @@ def _matching(pattern: re.Pattern[str], what: str) -> AfterValidator:
     return AfterValidator(check)
 
 
-def parse_jump(text: str) -> "Node | None":
+def parse_jump(text: object) -> "Node | None":
     """Parse a ProxyJump: hops of the form [user@]address[:port], joined by commas. Return the last hop.
 
     The user of a hop is '' and its port 0 where they are not stated. Raises ValueError.
     """
+    if not isinstance(text, str):
+        raise ValueError("must be text")
     if text in ("", "none"):
         return None
     parts = text.split(",")
@@ -103,12 +105,6 @@ def parse_jump(text: str) -> "Node | None":
 def name_hop(*parts: str | None) -> str:
     """Return an alias for user, address and port: ops@10.0.0.1:2222 is ops-10.0.0.1-2222."""
     return re.sub(r"[^A-Za-z0-9.-]+", "-", "-".join(filter(None, parts))).strip("-.")[:63]
-
-
-def _read_jump(value: object) -> "Node | None":
-    if not isinstance(value, str):
-        raise ValueError("must be text")
-    return parse_jump(value)
 
 
 def _read_key(path: Path) -> Path:
@@ -206,7 +202,7 @@ class Node:
         BeforeValidator(lambda value: ([value] if value else []) if isinstance(value, str) else value),
         AfterValidator(lambda groups: tuple(dict.fromkeys(groups))),
     ] = ()
-    jump: Annotated["Node | None", PlainValidator(_read_jump), WithJsonSchema({"type": "string"})] = None
+    jump: Annotated["Node | None", PlainValidator(parse_jump), WithJsonSchema({"type": "string"})] = None
     """The jump host of the connection, which may have a jump host itself."""
     power: PowerSource | None = None
     server: NotInFile[str] = ""

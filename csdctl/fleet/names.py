@@ -120,7 +120,6 @@ def _add(name: str, distance: int) -> str | None:
 
 
 def _split(name: str) -> tuple[str, str, str]:
-    """Return the text before and after the last number of `name`, and the digits of that number."""
     match = _LAST_NUMBER.fullmatch(name)
     assert match  # it matches every text
     return match[1], match[3], match[2]

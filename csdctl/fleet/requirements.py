@@ -76,7 +76,6 @@ def _distribution(package: str) -> str:
 
 
 def _requirement(name: str) -> str:
-    """Return `name` with the releases of csdctl's own metadata. Only the name when there is none."""
     for line in _listed():
         if re.match(r"[\w.-]+", line)[0] == name and "extra ==" not in line:  # type: ignore[index]
             return line.partition(";")[0].strip()
@@ -84,7 +83,6 @@ def _requirement(name: str) -> str:
 
 
 def _listed() -> list[str]:
-    """Return the requirements in csdctl's own metadata. None where it is not installed."""
     try:
         return requires("csdctl") or []
     except PackageNotFoundError:

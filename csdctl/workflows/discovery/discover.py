@@ -213,7 +213,6 @@ def _facts_or_problem(outcome: Outcome[Facts]) -> Facts:
 
 
 def _load_earlier(fleet: Fleet) -> tuple[dict[str, Facts], list[str]]:
-    """Return the saved facts. A file that cannot be read is set aside, with a warning."""
     path = facts_path(fleet)
     if not path.exists():
         return {}, []

@@ -75,7 +75,6 @@ def scan(
 
 
 def _has_ssh_banner(address: str, port: int, banner_timeout_s: float) -> bool:
-    """Return whether another machine's SSH server sends its banner."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with contextlib.suppress(OSError), socket.socket(family) as connection:
         connection.settimeout(1.0)

@@ -111,7 +111,6 @@ def parse_machine(name: str, completed: Completed) -> BareMachine:
         return values.get(key, [""])[0]
 
     def add_up(key: str) -> int:
-        """Return the sum in bytes of sizes in KiB."""
         return sum(int(text) * 1024 for text in values.get(key, ()) if text.isdigit())
 
     if completed.exit_code or not first("architecture"):

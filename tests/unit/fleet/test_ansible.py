@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from csdctl.errors import InputError
-from csdctl.fleet.ansible import list_targets, parse_config, parse_inventory
+from csdctl.fleet.ansible import list_targets, parse_inventory
 from csdctl.fleet.openssh import Target
 
 INVENTORIES = Path(__file__).parent / "inventories"
@@ -87,13 +87,3 @@ def test_invalid_inventory_is_reported(text: str, message: str) -> None:
     with pytest.raises(InputError) as raised:
         list_targets(parse_inventory(text, "hosts"), {})
     assert message in raised.value.message
-
-
-def test_settings_of_the_configuration_are_variables_of_all_hosts() -> None:
-    text = (INVENTORIES / "ansible-config.dump.json").read_text()
-    assert parse_config(text) == {
-        "ansible_user": "cfg",
-        "ansible_private_key_file": "/srv/keys/id of csd0",
-        "ansible_ssh_args": "-C -o ControlMaster=auto",
-        "ansible_ssh_common_args": "-J gate",
-    }

@@ -284,7 +284,7 @@ def test_fleet_is_written_unless_it_exists_or_the_run_is_dry(tmp_path: Path) -> 
     source = NodeSource("two nodes", "Written by a test", lambda *_: (nodes, ()))
     assert "csd[0-1]" in import_fleet(source, path, directory=tmp_path, is_dry_run=True).text
     assert not path.exists()
-    path.write_text("nodes: []\n")
+    path.touch()
     unread = NodeSource("two nodes", "Written by a test", lambda *given: pytest.fail("it was read"))
     with pytest.raises(InputError, match=r"fleet\.yaml already exists"):
         import_fleet(unread, path, directory=tmp_path)
