@@ -1,11 +1,9 @@
 """Set-up of all tests: one session, and limits that suit the machine."""
 
-import gc
 import os
 import signal
 import sys
 from collections import Counter
-from collections.abc import Generator
 from pathlib import Path
 
 import pytest
@@ -79,17 +77,6 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     """Remember whether tests have failed."""
     session.config.stash[HAS_FAILED] = exitstatus == pytest.ExitCode.TESTS_FAILED
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_collection() -> Generator[None, object, object]:
-    """Collect without the garbage collector, which would go through 6,000 tests and TensorFlow repeatedly."""
-    gc.disable()
-    try:
-        return (yield)
-    finally:
-        gc.freeze()
-        gc.enable()
 
 
 @pytest.hookimpl(trylast=True)

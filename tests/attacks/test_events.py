@@ -6,9 +6,8 @@ The ranks are processes of this machine, started, supervised, shown and stored a
 import io
 import json
 import sys
-from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -59,17 +58,6 @@ PATIENCE = Patience(start_s=scaled(60), silence_s=scaled(60), max_restarts=0)
 MANIFEST = manifest_of(NODES) | {"noise": asdict(SPEC.noise) if SPEC.noise else None}
 
 
-@dataclass(frozen=True)
-class Attack:
-    """Lines that the hostile rank prints when all have joined."""
-
-    lines: Sequence[str]
-    forever: str = ""
-    """A line that is printed again and again after them."""
-    leaves: bool = False
-    """The rank exits afterwards, as if it were done."""
-
-
 NOTHING: Any = None
 """The program in place of mpirun asks for none, and no machine is connected to again."""
 
@@ -85,9 +73,12 @@ class SmallRun:
         self.shown = io.StringIO()
         self._directory = directory
 
-    def supervise(self, attack: Attack) -> None:
-        """Run to the end; raises what ends the run."""
-        content = {"nodes": NODES, "hostile": HOSTILE, **asdict(attack)}
+    def supervise(self, *lines: str, forever: str = "", leaves: bool = False) -> None:
+        """Run to the end; raises what ends the run.
+
+        The hostile rank prints `lines` when all have joined, then `forever` again and again, or exits.
+        """
+        content = {"nodes": NODES, "hostile": HOSTILE, "lines": lines, "forever": forever, "leaves": leaves}
         (self._directory / "spec").write_text(json.dumps(content))
         sessions = {node: LocalSession(node, self._directory) for node in NODES}
         fleet = Fleet(tuple(Node(node, "127.0.0.1", python=sys.executable) for node in NODES[1:]))
@@ -118,9 +109,6 @@ class SmallRun:
         """Return why the hostile rank is lost."""
         (lost,) = (event for event in self.events if isinstance(event, NodeLost))
         return lost.message
-
-    def warnings(self) -> list[str]:
-        return [event.message for event in self.events if isinstance(event, Warned)]
 
     def log(self, rank: int = HOSTILE) -> str:
         return self.run_directory.rank_log(rank).read_text()
@@ -226,7 +214,7 @@ def assert_others_went_on(run: SmallRun) -> None:
 @pytest.mark.attack(9)
 @pytest.mark.parametrize("line", CRAFTED.values(), ids=CRAFTED)
 def test_node_that_sends_an_invalid_event_is_lost_alone(run: SmallRun, line: str) -> None:
-    run.supervise(Attack([line]))
+    run.supervise(line)
     assert_others_went_on(run)
     reason = run.why_lost()
     assert "expected" in reason
@@ -247,16 +235,18 @@ def test_node_that_sends_an_invalid_event_is_lost_alone(run: SmallRun, line: str
 def test_node_that_reports_its_completion_early_is_lost_alone(
     run: SmallRun, later: list[str], warning: str
 ) -> None:
-    run.supervise(Attack([event("Finished", **FINISHED), *later], leaves=True))
+    run.supervise(event("Finished", **FINISHED), *later, leaves=True)
     assert_others_went_on(run)
     assert run.why_lost() == "reported its completion before the run was complete"
-    assert [warning in message for message in run.warnings()] == [True] * bool(warning)
+    warnings = [event.message for event in run.events if isinstance(event, Warned)]
+    assert len(warnings) == bool(warning)
+    assert warning in "".join(warnings)
 
 
 @pytest.mark.attack(9)
 def test_node_that_fails_is_lost_alone_whatever_its_exit_code(run: SmallRun) -> None:
     """A lone surrogate is half of a character: no terminal and no file takes it."""
-    run.supervise(Attack([event("Failed", message="half \ud800 a character", exit_code=2)]))
+    run.supervise(event("Failed", message="half \ud800 a character", exit_code=2))
     assert_others_went_on(run)
     assert run.report().failures == ("csd0: half ? a character",)
 
@@ -267,7 +257,7 @@ def test_node_that_fails_is_lost_alone_whatever_its_exit_code(run: SmallRun) -> 
     "line", [progress(), event("WaitingFor", nodes=[NODES[OTHER]])], ids=["progress", "waiting for a node"]
 )
 def test_node_that_floods_csdctl_with_valid_events_is_lost_alone(run: SmallRun, line: str) -> None:
-    run.supervise(Attack([], forever=line))
+    run.supervise(forever=line)
     assert_others_went_on(run)
     assert "expected at most" in run.why_lost()
     assert len(run.events) < MAX_EVENTS_AT_ONCE + 1000
@@ -278,7 +268,7 @@ def test_node_that_floods_csdctl_with_valid_events_is_lost_alone(run: SmallRun, 
 def test_output_without_end_is_dropped_after_a_limit(run: SmallRun) -> None:
     """The node is not lost for what it prints; it ends the attack with an event that no rank sends."""
     num_lines = (MAX_LOG_BYTES + (2 << 20)) // 1000
-    run.supervise(Attack(["x" * 1000] * num_lines + [event("Dance")]))
+    run.supervise(*["x" * 1000] * num_lines, event("Dance"))
     assert_others_went_on(run)
     assert run.log().endswith("\n… further output of csd0 is dropped after 16 MiB\n")
     assert len(run.log()) < MAX_LOG_BYTES + 200

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 import csdctl
-from csdctl.emulation.fleet import EmulatedSpec, FleetPaths, start_fleet, stop_fleet
 from csdctl.errors import CsdctlError, RemoteCommandError
 from csdctl.facts.machine import CONDITION_FACTS, ClockTrip, build_command, parse_facts
 from csdctl.fleet.facts import Condition
@@ -110,25 +109,6 @@ class TestSharedDirectories:
             str(path.relative_to(root)) for path in root.rglob("*.py") if place.search(path.read_text())
         }
         assert mentioning <= set(expected)
-
-    @pytest.mark.attack(6)
-    @pytest.mark.emulated
-    def test_directory_of_an_emulated_fleet_cannot_be_taken(self, tmp_path: Path) -> None:
-        directory = tmp_path / ("long" * 12) / ".csdctl" / "emulated"
-        paths = FleetPaths(directory)
-        taken = [Path("/tmp", name) for name in (paths.short_tmp_prefix.rstrip("-"), paths.short_tmp_prefix)]
-        try:
-            for path in taken:
-                path.symlink_to(tmp_path)
-            start_fleet(directory, EmulatedSpec((0.5,), 160 << 20), owner_pid=os.getpid())
-            tmp = (paths.short_tmp / "csd0").resolve()
-            assert mode_of(tmp) == mode_of(tmp.parent) == 0o700
-            assert tmp.parent not in taken
-            stop_fleet(directory)
-            assert not tmp.exists()
-        finally:
-            for path in taken:
-                path.unlink()
 
 
 class TestStore:

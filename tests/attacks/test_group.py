@@ -135,13 +135,11 @@ def gather(group: Group) -> None:
 
 ANNOUNCED = "comm.Isend(head(Letter.VALUE, 100), 0, HEAD)\n"
 VALUES = {
-    "not JSON": (sends_value("b'rank 2'"), "sent an invalid value"),
     "nested too deeply": (sends_value("b'[' * 200_000"), "sent an invalid value"),
     "a terabyte announced": (
         sends_messages("comm.Isend(head(Letter.VALUE, 1 << 40), 0, HEAD)"),
         f"{1 << 40} bytes",
     ),
-    "fewer bytes than none": (sends_messages("comm.Isend(head(Letter.VALUE, -1), 0, HEAD)"), "sent -1 bytes"),
     "a head of three bytes": (sends_messages("comm.Isend(b'abc', 0, HEAD)"), "sent 3 bytes, expected 64"),
     "a head of 5 MB": (
         sends_messages("pass_on(comm.Isend(bytes(5_000_000), 0, HEAD))"),
@@ -153,7 +151,6 @@ VALUES = {
         "sent more than the 100",
     ),
     "a verdict": (sends_messages("send(Letter.TOTAL, bytes(1))"), "a message that is not for hubs"),
-    "a part that has not arrived": (sends_messages("send(Letter.CHUNK)"), "not for hubs"),
 }
 """Messages of a wrong form. Those of a wrong content are in tests/unit/worker/group/test_hub.py."""
 

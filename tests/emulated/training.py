@@ -1,5 +1,6 @@
 """Start a training on the emulated fleet, break it, and read the events it leaves."""
 
+import contextlib
 import json
 import os
 import signal
@@ -75,15 +76,13 @@ def num_lines_with(word: str, run: Path) -> int:
 
 
 def processes(*words: str) -> list[int]:
-    """Return the pids of all processes with all of `wanted` in their command line."""
+    """Return the pids of all processes with all `words` in their command line."""
     pids = []
-    for entry in Path("/proc").iterdir():
-        try:
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
             line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-        except OSError:
-            continue
-        if entry.name.isdigit() and all(word in line for word in words):
-            pids.append(int(entry.name))
+            if all(word in line for word in words):
+                pids.append(int(entry.name))
     return pids
 
 
@@ -104,18 +103,14 @@ def of_fleet(pids: list[int], demo: Path, program: str, node: str = "") -> list[
     return [pid for pid in pids if belongs(pid)]
 
 
-def program_of(pid: int) -> str:
-    """Return the name of the program that a process runs; '' if it has ended."""
-    try:
-        return Path(os.readlink(f"/proc/{pid}/exe")).name
-    except OSError:
-        return ""
-
-
 def processes_of(run: Path, node: str, program: str, *words: str) -> list[int]:
     """Return the processes of a run for a node that run `program…` with these words in their command line."""
-    marked = processes(f"csdctl-run={run.name}/{node}", *words)
-    return [pid for pid in marked if program_of(pid).startswith(program)]
+    pids = []
+    for pid in processes(f"csdctl-run={run.name}/{node}", *words):
+        with contextlib.suppress(OSError):  # it has ended
+            if Path(os.readlink(f"/proc/{pid}/exe")).name.startswith(program):
+                pids.append(pid)
+    return pids
 
 
 def kill_all(pids: list[int]) -> None:

@@ -17,11 +17,10 @@ from csdctl.fleet.hardware import classify_machine
 from csdctl.fleet.model import Fleet, select_nodes
 from csdctl.fleet.openssh import build_ssh_config, list_aliases
 from csdctl.job.model import describe_job, load_job
-from csdctl.reporting.privacy import add_flows, count_passes, measure_privacy
+from csdctl.reporting.privacy import count_passes, measure_privacy
 from csdctl.reporting.results import RunFollower, RunResults, summarize
 from csdctl.reporting.series import SeriesBuilder
 from csdctl.runs.directory import EventLog, RunDirectory
-from csdctl.runs.ledger import Ledger, read_ledger
 from csdctl.terminal.console import PrintableConsole
 from csdctl.terminal.report import render_report
 from csdctl.terminal.streams import document, format_json
@@ -193,22 +192,6 @@ def _event_seeds() -> list[bytes]:
         return [run.events.read_bytes()]
 
 
-def _ledger(content: bytes, directory: Path) -> None:
-    entries = list(read_ledger(_in_file(content, directory / "ledger.jsonl")))
-    add_flows(entries)
-    add_flows(entries, "run")
-
-
-def _ledger_seeds() -> list[bytes]:
-    def write(path: Path) -> None:
-        ledger = Ledger(path, "train")
-        ledger.run = "run"
-        ledger.add({("host", "csd0", "gradient"): 10**9, ("csd0", "host", "log"): 77})
-        ledger.save()
-
-    return [_written(write)]
-
-
 def _facts(content: bytes, directory: Path) -> None:
     fleet = Fleet((), path=directory / "fleet.yaml")
     _in_file(content, facts_path(fleet))
@@ -251,7 +234,6 @@ TARGETS = (
     Target("manifest", Form.JSON, _manifest, (InputError,), _manifest_seeds),
     Target("run-spec", Form.JSON, _run_spec, (InputError,), lambda: [to_json(run_spec()).encode()]),
     Target("stored-events", Form.LINES, _stored_events, (InputError,), _event_seeds),
-    Target("ledger", Form.LINES, _ledger, (InputError,), _ledger_seeds),
     Target("facts", Form.JSON, _facts, (InputError,), _facts_seeds),
     Target(
         *("inventory", Form.JSON, _inventory, (InputError,)),

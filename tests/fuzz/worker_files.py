@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from csdctl.worker.compute.model import load_weights
 from csdctl.worker.data.arrays import is_numeric, map_array
 from csdctl.worker.data.schedule import Span
 from csdctl.worker.ingest.partial_dataset import PartialDataset, find_stored
@@ -22,7 +21,6 @@ from csdctl.worker.ingest.sources.arrays import ArraySource, open_npz
 from csdctl.worker.ingest.sources.images import open_image
 from csdctl.worker.ingest.sources.source import Block
 from csdctl.worker.process.errors import WorkerError
-from csdctl.worker.process.files import DAMAGED_ARCHIVE
 from csdctl.worker.protocol.datasets import DatasetInfo, PrepareSpec
 from csdctl.worker.protocol.json_codec import to_json
 from csdctl.worker.tasks.checkpointer import Checkpoints, StepFile
@@ -66,19 +64,6 @@ def _npy_seeds() -> list[bytes]:
 def _array(content: bytes, directory: Path) -> None:
     (directory / "images.npy").write_bytes(content)
     is_numeric(map_array(directory / "images.npy").dtype)
-
-
-def _array_header(content: bytes, directory: Path) -> None:
-    """Take the text of a header; the data is as long as the header of a seed says."""
-    header = content[:60_000]
-    _array(b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header)) + header + bytes(48), directory)
-
-
-HEADERS = (
-    b"{'descr': '|u1', 'fortran_order': False, 'shape': (6, 8), }\n",
-    b"{'descr': '<f4', 'fortran_order': True, 'shape': (3, 4), }\n",
-    b"{'descr': [('a', '<f4', (2,)), ('b', '<i8')], 'fortran_order': False, 'shape': (3,), }\n",
-)
 
 
 def _read(source: ArraySource) -> None:
@@ -231,12 +216,6 @@ def _best(content: bytes, directory: Path) -> None:
     Checkpoints(directory, num_kept=1)._remove_old()
 
 
-def _weights(content: bytes, directory: Path) -> None:
-    path = directory / "weights.npz"
-    path.write_bytes(content)
-    load_weights(path)
-
-
 BEST = b'{"checkpoint": "step-00000000.npz"}'
 FILE_ERRORS = (OSError, ValueError, WorkerError)
 REFUSED = (WorkerError,)
@@ -254,7 +233,6 @@ def _resumed(name: str, form: Form, words: tuple[bytes, ...] = ()) -> Target:
 
 TARGETS = (
     Target("array", Form.BINARY, _array, FILE_ERRORS, _npy_seeds, NPY_WORDS),
-    Target("array-header", Form.BINARY, _array_header, FILE_ERRORS, lambda: [*HEADERS], NPY_WORDS),
     Target("npz", Form.BINARY, _npz, REFUSED, _npz_seeds, (*ZIP_WORDS, b"x.npy", b"y.npy")),
     Target("npz-member", Form.BINARY, _npz_header, REFUSED, _npy_seeds, NPY_WORDS),
     Target("image-header", Form.BINARY, _image_header, (ValueError, IndexError), _image_seeds),
@@ -270,5 +248,4 @@ TARGETS = (
     Target("position", Form.JSON, _position, REFUSED, lambda: [to_json(POSITION).encode()]),
     Target("step-file", Form.BINARY, _step_file, REFUSED, _step_seeds),
     Target("best-checkpoint", Form.JSON, _best, (), lambda: [BEST]),
-    Target("weights", Form.BINARY, _weights, DAMAGED_ARCHIVE, _npz_seeds, (*ZIP_WORDS, b"x.npy")),
 )
