@@ -44,7 +44,6 @@ UNIT = Path(__file__).parent / "unit"
 UNIT_S = 600.0
 """A unit test that takes longer hangs."""
 SESSION = pytest.StashKey[Session]()
-HAS_FAILED = pytest.StashKey[bool]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -67,16 +66,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_unconfigure(config: pytest.Config) -> None:
-    """End everything that is left; keep the files of a session with failures."""
-    session = config.stash.get(SESSION, None)
-    if session is not None:
-        session.end(keep=config.stash.get(HAS_FAILED, False))
-
-
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    """Remember whether tests have failed."""
-    session.config.stash[HAS_FAILED] = exitstatus == pytest.ExitCode.TESTS_FAILED
+    """End everything that is left; keep the files of a session with failures."""
+    started = session.config.stash.get(SESSION, None)
+    if started is not None:
+        started.end(keep=exitstatus == pytest.ExitCode.TESTS_FAILED)
 
 
 @pytest.hookimpl(trylast=True)
