@@ -72,14 +72,6 @@ class TestFindingRuns:
         assert run.run_id in raised.value.remedy
 
 
-class TestManifest:
-    def test_values_that_are_left_out_have_their_defaults(self, run: RunDirectory) -> None:
-        written = manifest_of()
-        del written["placed"][1]["num_repeated"]
-        run.save_manifest(written)
-        assert run.load_manifest()["placed"] == manifest_of()["placed"]
-
-
 class TestEvents:
     def test_events_round_trip_in_order_with_their_times(self, run: RunDirectory) -> None:
         write_events(run, EVENTS, 1_700_000_000.25)

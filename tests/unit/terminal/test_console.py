@@ -2,12 +2,14 @@
 
 import ast
 import io
+import json
 import os
 import re
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import nullcontext
 from datetime import datetime
 from pathlib import Path
 
@@ -18,6 +20,8 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
+from csdctl.errors import InputError
+from csdctl.fleet.model import Host
 from csdctl.notify import DATED
 from csdctl.terminal.console import MAX_CELL, MAX_PRINTED, PrintableConsole, View
 from csdctl.terminal.streams import PrintableStream, Streams
@@ -203,3 +207,49 @@ def test_no_view_without_a_terminal() -> None:
     with View(console, lambda: Text("never")):
         console.print("a line")
     assert output.getvalue() == "a line\n"
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("answer", ["y\n", " YES \n", "n\n", "", "yep\n"])
+def test_anything_but_yes_is_a_no(monkeypatch: pytest.MonkeyPatch, answer: str) -> None:
+    monkeypatch.setattr(sys, "stdin", Terminal(answer))
+    is_yes = answer.strip().lower() in ("y", "yes")
+    with nullcontext() if is_yes else pytest.raises(InputError, match="nothing was done"):
+        Streams(io.StringIO(), Terminal()).confirm("Remove everything?", yes=False)
+
+
+@pytest.mark.parametrize(
+    ("stdin", "stderr"), [(io.StringIO("y\n"), Terminal()), (Terminal("y\n"), io.StringIO())]
+)
+def test_without_a_terminal_the_option_is_named(
+    monkeypatch: pytest.MonkeyPatch, stdin: io.StringIO, stderr: io.StringIO
+) -> None:
+    monkeypatch.setattr(sys, "stdin", stdin)
+    with pytest.raises(InputError, match="no terminal") as raised:
+        Streams(io.StringIO(), stderr).confirm("Remove everything?", yes=False)
+    assert "--yes" in raised.value.remedy
+
+
+@pytest.mark.parametrize("is_json", [True, False])
+def test_with_json_only_the_document_is_on_stdout(is_json: bool) -> None:
+    stdout, stderr = io.StringIO(), io.StringIO()
+    streams = Streams(stdout, stderr, is_json=is_json, is_quiet=False)
+    document = {"path": Path("a"), "error": InputError("bad", remedy="mend it"), "host": Host(threads=2)}
+    streams.say("a line for people")
+    streams.result(document)
+    streams.result_line({"line": 1})
+    if not is_json:
+        assert (stdout.getvalue(), stderr.getvalue()) == ("a line for people\n", "")
+        return
+    assert stderr.getvalue() == "a line for people\n"
+    first, end = json.JSONDecoder().raw_decode(stdout.getvalue())
+    assert first == {
+        "path": "a",
+        "error": {"message": "bad", "remedy": "mend it"},
+        "host": {"threads": 2, "trains": True, "power": None, "device": "auto", "env": {}},
+    }
+    assert stdout.getvalue()[end:] == '\n{"line": 1}\n'

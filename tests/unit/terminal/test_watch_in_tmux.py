@@ -51,7 +51,7 @@ def test_screen_is_whole_at_every_size(tmux: Tmux, tmp_path: Path, num_ranks: in
         assert "epoch 1/4  step 60/100  " in text
         assert "loss 0.0" in text
         assert "for csd2" in text
-        assert "(heat): its time per sample grew to 3.00" in text
+        assert "(compute): its time per sample grew to 3.00" in text
         rows = lines[next(i for i, line in enumerate(lines) if line.startswith("node")) + 1 :]
         assert rows[0].startswith("host ")
         assert max(map(len, rows)) <= width

@@ -178,15 +178,6 @@ class TestUnreadable:
         self.say(capsys, "runs", "rm", "latest", "--yes")
         assert not killed.path.exists()
 
-    def test_directory_with_any_name_is_removed_by_it(
-        self, project: ProjectDirectory, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        (project.runs / "zzz").mkdir()
-        _, said = self.say(capsys, "runs", "list")
-        assert "csdctl runs rm zzz" in said
-        self.say(capsys, "runs", "rm", "zzz", "--yes")
-        assert not (project.runs / "zzz").exists()
-
     @pytest.mark.parametrize("damage", DAMAGES[:3])
     def test_logs_that_can_be_read_are_shown(
         self, runs: list[RunDirectory], capfd: pytest.CaptureFixture[str], damage: Callable[[Path], None]
