@@ -302,11 +302,7 @@ def _check_saved(model: Any, saved: Path) -> None:
 
 @contextmanager
 def _revivable(model: Any) -> Iterator[None]:
-    """Let `save` write what the constructor and the compile() of the model's own class were called with.
-
-    Keras knows neither of a class without get_config() and get_compile_config(). Raises InputError for an
-    argument that is no attribute of the model.
-    """
+    """Let `save` write the arguments of constructor and compile() of a class without get_config()."""
     kind, base = type(model), getattr(sys.modules.get("keras"), "Model", None)
     kept: dict[str, Any] = {}
     for method, getter in (("__init__", "get_config"), ("compile", "get_compile_config")):
@@ -372,8 +368,7 @@ def _check_data(data: Any, name: str, model: Any) -> tuple[dict[str, str], dict[
 def _check_loss(model: Any, arrays: Mapping[str, np.ndarray[Any, Any]], name: str) -> None:
     """Raise InputError when the model has no loss of the samples with the extreme values of each array.
 
-    Shapes that do not fit and labels that are no class are found now, not when training starts. A model that
-    is not compiled, or whose own train_step takes the batch, is not judged.
+    A model that is not compiled, or whose own train_step takes the batch, is not judged.
     """
     base = getattr(sys.modules.get("keras"), "Model", None)
     is_plain = base and isinstance(model, base) and type(model).train_step is base.train_step
@@ -494,10 +489,9 @@ def _import_file(path: Path) -> Any:
 
 
 def discover(fleet: FleetOrPath = "fleet.yaml") -> DiscoverResult:
-    """Collect the hardware and software of all machines, show and save it.
+    """Collect, show and save the hardware and software of all machines: `.facts` and `.failed` by machine.
 
-    `.facts` of the result has it by machine, `.failed` the errors of the machines that could not be reached.
-    They are not raised.
+    Machines that cannot be reached raise nothing.
     """
     chosen = as_fleet(fleet)
     with open_session() as streams:

@@ -1,5 +1,6 @@
 """The command tree, and the one place where an error becomes a message and an exit code."""
 
+import dataclasses
 import difflib
 import errno
 import functools
@@ -90,10 +91,7 @@ DISK_REMEDIES = {
 
 
 class CommandGroup(TyperGroup):
-    """The commands of csdctl, listed under their headings as plain text.
-
-    typer's own panels load Markdown and syntax highlighting, which takes several times as long as all else.
-    """
+    """The commands under their headings, as plain text: typer's own panels take several times as long."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
@@ -313,7 +311,7 @@ def _report(streams: Streams, arguments: Sequence[str], error: CsdctlError) -> i
             "remedy": error.remedy,
             "exit_code": int(error.exit_code),
         }
-        streams.result_line(document, is_json=True)
+        dataclasses.replace(streams, is_json=True).result_line(document)
     return error.exit_code
 
 

@@ -177,10 +177,7 @@ class Call:
         *,
         is_dry: bool = False,
     ) -> None:
-        """Print the JSON document, record which of `machines` failed, and raise one error for them.
-
-        A dry run on which no machine failed leaves what an earlier command has recorded.
-        """
+        """Print the JSON document, record which of `machines` failed, and raise one error for them."""
         from csdctl.workflows.workspace.workspace import conclude
 
         self.streams.result(document)

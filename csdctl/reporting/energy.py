@@ -23,7 +23,7 @@ class MachineEnergy:
     machine: str
     source: str
     origin: str
-    """`ledger.MEASURED` or STATED."""
+    """'measured' or 'stated'."""
     window_s: float
     """Seconds in which the run trained, without those between its end and a resume."""
     joules: float = 0.0
@@ -102,7 +102,7 @@ def add_up_energy(
     samples: Mapping[str, int],
     spans: Sequence[tuple[float, float]],
 ) -> RunEnergy:
-    """Add up what was spent in `spans`, start and end in Unix time, on the machines `nodes` of the ranks.
+    """Add up what the machines `nodes` of the ranks spent in `spans`, start and end in Unix time.
 
     `samples` were computed by each in that time. A record counts with the share of it that lies inside.
     """

@@ -16,10 +16,9 @@ COUNTED = ("Joined", "Progress", "EpochEnd")
 
 
 def serve_metrics(address: str) -> Callable[[dict[str, Any]], None]:
-    """Serve http://ADDRESS/metrics. Return the callback of events that updates the figures.
+    """Serve /metrics at [HOST:]PORT, by default for this machine alone. Return the callback of events.
 
-    `address`: PORT, or HOST:PORT. Without a host, only this machine can connect. The server ends with the
-    process. Raises InputError if the package is missing or the address is wrong, CsdctlError if it is in use.
+    Raises InputError if the package is missing or the address is wrong, CsdctlError if it is in use.
     """
     try:
         from prometheus_client import CollectorRegistry, start_http_server

@@ -26,8 +26,7 @@ COMPLETED, STOPPED, FAILED, INTERRUPTED = "completed", "stopped", "failed", "int
 RUNNING = "running"
 """States of a run."""
 NUM_COMPARED, MIN_COMPARED_STEPS, MAX_COMPARED_EVENTS = 8, 20, 10_000
-"""The runs whose throughput is compared with their forecast, the steps that each must have, and the first
-events of each that are read: about an hour of them."""
+"""Runs that are compared with their forecast, the least steps of each, and the first events to read."""
 RESULTS = ("loss", "accuracy", "validation_loss", "validation_accuracy", "metrics", "validation_metrics")
 """Results of an epoch."""
 MAX_EPOCHS = 1000
@@ -318,7 +317,7 @@ def read_results(run: RunDirectory) -> RunResults:
 def list_forecast_errors(project: ProjectDirectory) -> tuple[float, ...]:
     """Return the logarithms of achieved over forecast throughput of the latest runs, of any job and fleet.
 
-    A run counts if its plan had been tried as it is, and all its nodes took part in all steps.
+    A run counts if its plan had been tried, and all its nodes took part in all steps.
     """
     errors = []
     for run_id in project.run_ids()[-NUM_COMPARED:]:

@@ -201,10 +201,7 @@ class SeriesBuilder:
         return series
 
     def _add_report(self, time_s: float, rank: int, report: Amounts) -> None:
-        """Add a report that arrived at `time_s`. Some arrive late.
-
-        Within an epoch, every report begins where the one before ended.
-        """
+        """Within an epoch, every report begins where the one before ended: some arrive late."""
         series = self._series
         if rank == 0 and series.trained:
             series.trained[-1] = (series.trained[-1][0], time_s)
@@ -324,8 +321,7 @@ def _find_holder(series: RunSeries, number: int) -> tuple[int | None, float]:
 def _find_start(lost_s: Sequence[float], first: int) -> int:
     """Return the interval from which on the most was lost that is above half of the mean since `first`.
 
-    `lost_s`: what one rank cost the others in each interval. Small differences of a balanced time before do
-    not count.
+    `lost_s`: what one rank cost the others in each interval.
     """
     usual_s = sum(lost_s[first:]) / max(1, len(lost_s) - first) / 2
     start, most, above_s = first, 0.0, 0.0

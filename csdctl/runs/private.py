@@ -12,10 +12,7 @@ SHARED_MEMORY = Path("/dev/shm")
 
 
 def check_private(directory: Path) -> None:
-    """Narrow `directory` to this user, if it exists. Raises InputError where another user could change it.
-
-    Its files are trusted: accepted host keys, prepared data, plans, and the worker that runs.
-    """
+    """Narrow `directory`, whose files csdctl trusts, to this user. Raises InputError if others may write."""
     try:
         link, status, around = directory.lstat(), directory.stat(), directory.parent.stat()
     except FileNotFoundError:

@@ -84,10 +84,7 @@ def build_table(
     styles: Sequence[str] = (),
     gap: int = 0,
 ) -> Table:
-    """Return a table. `styles`: one for each row. With a `gap` between columns, it has no lines.
-
-    A name of a column that begins with NUMBER is right-justified.
-    """
+    """Return a table. `styles`: of the rows. With a `gap` between columns, it has no lines."""
     table = Table(
         title=title or None,
         title_justify="left",

@@ -29,9 +29,7 @@ class PrintableStream:
         """With `is_dated`, every line begins with its time, as `DATED`."""
         self.is_dated = self._is_new_line = is_dated
         self.terminal = terminal
-        """The stream itself, for the console and its control codes."""
         self.has_text = False
-        """Whether something was written here."""
 
     def write(self, text: str) -> int:
         """Write `text`, made printable."""
@@ -52,10 +50,7 @@ class PrintableStream:
 
 
 def protect_standard_streams() -> None:
-    """Make everything printable that this process writes to standard output and standard error.
-
-    A character that the terminal's encoding lacks becomes an escape, not an error.
-    """
+    """Make everything printable that this process writes, also for the encoding of the terminal."""
     is_dated = bool(os.environ.pop(DETACHED, ""))
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
@@ -76,7 +71,6 @@ class Streams:
     is_debugging: bool = False
     """Whether errors are printed with their traceback."""
     is_quiet: bool = False
-    """Whether only results and errors are printed."""
 
     @cached_property
     def errors(self) -> "PrintableConsole":
@@ -119,17 +113,15 @@ class Streams:
         if sys.stdin.readline().strip().lower() not in ("y", "yes"):
             raise InputError("not confirmed: nothing was done")
 
-    def result(self, content: object) -> None:
+    def result(self, content: object, *, indent: int | None = 2) -> None:
         """Write one JSON document to standard output. Nothing without --json."""
         if self.is_json:
-            self.stdout.write(format_json(content, indent=2) + "\n")
+            self.stdout.write(format_json(content, indent=indent) + "\n")
             self.stdout.flush()
 
-    def result_line(self, content: object, *, is_json: bool = False) -> None:
-        """Write one JSON line to standard output. Nothing without --json, unless `is_json`."""
-        if self.is_json or is_json:
-            self.stdout.write(format_json(content) + "\n")
-            self.stdout.flush()
+    def result_line(self, content: object) -> None:
+        """Write one JSON line to standard output. Nothing without --json."""
+        self.result(content, indent=None)
 
 
 def document(
@@ -149,11 +141,7 @@ def fields_of(value: Any) -> dict[str, object]:
 
 
 def format_json(content: object, *, indent: int | None = None) -> str:
-    """Return `content` as JSON.
-
-    A dataclass becomes an object with its fields, an error one with message and remedy, a path its text. JSON
-    has no NaN and no infinity: they become null.
-    """
+    """Return `content` as JSON: errors as message and remedy, NaN and infinity as null."""
     try:
         return json.dumps(content, indent=indent, default=_as_json, allow_nan=False)
     except ValueError:

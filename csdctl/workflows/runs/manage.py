@@ -180,7 +180,7 @@ def remove_runs(
 def follow_run(run: RunDirectory) -> tuple[RunStarted, Iterator[tuple[float, Event]]]:
     """Wait until `run` starts its ranks. Return its start and, as they come, all events with their Unix time.
 
-    They end with the run's csdctl. Raises InputError for a run that ended before.
+    Raises InputError for a run that ended before.
     """
     while not run.spec.exists():
         if not process_of(run).is_running:
