@@ -10,7 +10,7 @@ import select
 import socket
 import subprocess
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from csdctl.worker.data.arrays import Array
@@ -31,7 +31,6 @@ from csdctl.worker.group.hub import REPORT, WAITING_INTERVAL_S, HubSettings, Los
 from csdctl.worker.group.shared_memory import share_vector
 from csdctl.worker.group.values import (
     MAX_REASON,
-    ExpectedTails,
     LinkLostError,
     PeerFaultError,
     RankLostError,
@@ -122,13 +121,13 @@ class Communicator:
         self._send(Letter.JOIN, NUMBER.pack(self.rank) + state_hash.encode())
 
     def sum(
-        self, vector: Array, expected: ExpectedTails | None = None, *, checks_finite: bool = False
+        self, vector: Array, counts: Mapping[int, float] | None = None, *, checks_finite: bool = False
     ) -> Array:
         """Return the sum of `vector` over all ranks, bit-identical on all. Valid until the next call.
 
         The vector is as long as the largest sum of a step. Only the elements of the current sum are sent.
-        `expected`: the required ends of the vectors. `checks_finite`: whether a vector that is not finite is
-        left out. Only ranks with a hub use both. Raises StepVoidError if the step must be repeated.
+        `counts`: the required n of each rank. `checks_finite`: whether a vector that is not finite is left
+        out. Only ranks with a hub use both. Raises StepVoidError if the step must be repeated.
         """
         if not self._channel:
             self.counted = self.members
@@ -139,7 +138,7 @@ class Communicator:
         if not self.has_hub:
             bf16.pack(self.local, chunks)
         else:
-            head = NUMBER.pack(checks_finite) + (expected.pack() if expected else b"")
+            head = NUMBER.pack(checks_finite) + encode_value(list(counts.items()) if counts else [])
         self._send(Letter.VECTOR, head)
         verdict: bytes | bytearray = self._await(Letter.TOTAL)
         if self.has_hub:
@@ -277,7 +276,6 @@ class Communicator:
             self._take(received, content)
 
     def _take(self, letter: bytes, content: bytearray) -> None:
-        """Process a message that no call waits for. Raises StepVoidError."""
         if letter == Letter.DATA:
             (rank,) = NUMBER.unpack_from(content)
             self._keep(0 if self.rank else rank, content[NUMBER.size :])
@@ -317,7 +315,6 @@ class Communicator:
                 del self._messages[key]
 
     def _apply(self, verdict: bytes | bytearray) -> None:
-        """Note the ranks that took part, and the ranks that take part next."""
         self._gone.clear()
         self.counted = self.members
         if verdict:

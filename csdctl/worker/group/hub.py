@@ -43,10 +43,10 @@ from csdctl.worker.group.chunks import Chunk, SumSizes, divide
 from csdctl.worker.group.shared_memory import map_array, open_read_only, share_vector
 from csdctl.worker.group.values import (
     MAX_REASON,
-    ExpectedTails,
     LinkLostError,
     decode_value,
     encode_value,
+    find_fault,
     is_minority,
 )
 from csdctl.worker.protocol.json_codec import Count, RankNumber, ShortText, from_json, to_json
@@ -266,7 +266,6 @@ class Hub:
             self._lose(child, f"sent an invalid message: {error}", is_fault=True)
 
     def _process(self, child: _Child, letter: bytes, content: bytearray) -> None:
-        """Process one message. Raises ValueError for what no link may send."""
         if letter == Letter.TRAFFIC:
             child.traffic = decode_value(tuple[Count, Count], content)
         elif letter == Letter.NOTE:
@@ -287,7 +286,6 @@ class Hub:
             raise ValueError("an unexpected message")
 
     def _process_sent(self, child: _Child, letter: bytes, content: bytearray) -> None:
-        """Process a message that begins with the number of the rank that sends it."""
         (sender,) = NUMBER.unpack_from(content) if len(content) >= NUMBER.size else (-1,)
         if sender not in child.behind:
             raise ValueError("a message in the name of another rank")
@@ -339,7 +337,6 @@ class Hub:
                 raise ValueError("the loss of another rank")
 
     def _lose(self, child: _Child, reason: str, *, is_fault: bool = False) -> None:
-        """Continue without a link, and without its vector in a sum that is not complete."""
         if self._children.get(child.rank) is child:
             del self._children[child.rank]
             del self._sources[child.channel.fileno()]
@@ -405,7 +402,6 @@ class Hub:
                     child.channel.post(letter)
 
     def _pass_down(self, letter: bytes, content: bytearray) -> None:
-        """Forward bytes to a rank, or evict the ranks that rank 0 reports as faulty."""
         if letter == Letter.DATA:
             return self._send(NUMBER.unpack_from(content)[0], letter, content)
         for rank, reason, _ in decode_value(Lost, content):
@@ -459,14 +455,12 @@ class Hub:
         self._dropped = set()
 
     def _set_members(self, members: Sequence[int]) -> None:
-        """Note the ranks that take part next in the whole run."""
         self._announced = tuple(members)
         self._members = set(members) & {self._me, *self._children} - self._dropped
         self._joined -= self._members
         self._arrange()
 
     def _advance(self) -> None:
-        """Carry out the rank's request as far as messages of the links have arrived."""
         while not self._has_passed:  # then the parent has it
             self._add()
             if not self._request or not self._do(*self._request):
@@ -610,9 +604,8 @@ class Hub:
         if self._next_chunk < len(self._chunks[self._number]) or not all(child.ranks for child in present):
             return False
         (checks_finite,) = NUMBER.unpack_from(content)
-        packed = memoryview(content)[NUMBER.size :]
-        expected = ExpectedTails.unpack(packed) if packed else None
-        checked = [(child, expected.find_fault(child.tail, child.ranks)) for child in present if expected]
+        counts = dict(decode_value(tuple[tuple[RankNumber, float], ...], content[NUMBER.size :]))
+        checked = [(child, find_fault(child.tail, counts, child.ranks)) for child in present if counts]
         faults = [(child, reason) for child, reason in checked if reason]
         if not faults and checks_finite:
             faults = self._find_not_finite(present)
@@ -639,7 +632,6 @@ class Hub:
         return [(child, reason) for child in wrong] if is_minority(ranks, len(self._announced)) else []
 
     def _end_sum(self, present: Sequence[_Child], verdict: bytes) -> None:
-        """Send the last chunk of the sum to all, after the verdict and whether the step is void."""
         for child in present:
             if verdict:
                 child.channel.post(Letter.TOTAL, verdict)
@@ -658,7 +650,6 @@ class Hub:
         self._end_request()
 
     def _void(self, present: Sequence[_Child], verdict: bytes) -> None:
-        """Abort the step on all ranks, and drop their messages of it."""
         for child in present:
             child.channel.post(Letter.VOID, verdict)
             child.num_voided += 1

@@ -197,7 +197,6 @@ class _Link:
             self._arrivals.append(self.world.start_receive(vector[chunk.wire], self._tag))
 
     def _note(self, letter: bytes, content: bytes | bytearray) -> None:
-        """Record the messages before the last chunk of a sum, and the end of the link."""
         self._is_closing |= letter == Letter.CLOSE
         if letter == Letter.AGAIN:
             self._is_again = True
@@ -215,15 +214,12 @@ class _Link:
         return True
 
     def handle_local(self, letter: bytes, content: bytearray) -> None:
-        """Process a message of the rank or hub on this machine."""
         raise NotImplementedError
 
     def handle_remote(self, letter: bytes, content: bytearray) -> None:
-        """Process a message that came over MPI."""
         raise NotImplementedError
 
     def _handle_chunk(self) -> None:
-        """Process the next chunk, which has arrived over MPI."""
         raise NotImplementedError
 
 

@@ -8,9 +8,7 @@ its own seconds alone. Gradient and norm cannot be checked: only the node knows 
 """
 
 import json
-import struct
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from csdctl.worker.protocol.json_codec import parse_json, read_as
@@ -62,43 +60,24 @@ def is_minority(ranks: Sequence[int], size: int) -> bool:
     return 0 < 2 * len(ranks) < size
 
 
-@dataclass(frozen=True)
-class ExpectedTails:
-    """Required ends of the vectors of one sum."""
+def is_near(count: float, expected: float) -> bool:
+    """Return whether a sum of weights in float32 is as expected."""
+    return abs(count - expected) <= TOLERANCE * expected
 
-    start: int
-    counts: Mapping[int, float]
-    """n of each rank that takes part."""
-    num_gradients: int = 0
-    """The elements at the start of a vector whose norms are compared."""
 
-    def pack(self) -> bytes:
-        """Return this as bytes: it goes from a rank to its hub before every sum."""
-        size, numbers = len(self.counts), (*self.counts, *self.counts.values())
-        return struct.pack(f"<qqq{size}q{size}d", self.start, self.num_gradients, size, *numbers)
+def find_fault(tail: Any, counts: Mapping[int, float], ranks: Collection[int]) -> str:
+    """Return the fault in the end of the sum of vectors of `ranks`, from n on, '' for none.
 
-    @classmethod
-    def unpack(cls, content: bytes | bytearray | memoryview) -> "ExpectedTails":
-        """Return what `pack` packed."""
-        start, num_gradients, size = struct.unpack_from("<qqq", content)
-        numbers = struct.unpack_from(f"<{size}q{size}d", content, 24)
-        return cls(start, dict(zip(numbers[:size], numbers[size:], strict=True)), num_gradients)
-
-    def find_fault(self, tail: Any, ranks: Collection[int]) -> str:
-        """Return the fault in the end of the sum of vectors of `ranks`, from n on, '' for none."""
-        count, stop, times_s = float(tail[0]), float(tail[1]), tail[2:-1]
-        expected = sum(self.counts[rank] for rank in ranks)
-        own_s = [float(times_s[rank]) for rank in ranks]
-        if not abs(count - expected) <= TOLERANCE * expected:
-            return f"sent the gradient of {count:g} samples, expected {expected:g}"
-        if stop != 0:
-            return "asked all ranks to stop, which only rank 0 may do"
-        num_others = int((times_s != 0).sum()) - sum(map(bool, own_s))
-        if num_others > 0 or not all(0 <= seconds <= MAX_STEP_S for seconds in own_s):
-            return f"sent {own_s[0]:g} s as the time of its step, or the time of another rank"
-        return ""
-
-    def is_count_of(self, total: Any, ranks: Collection[int]) -> bool:
-        """Return whether the sum of the vectors of `ranks` has the sum of their counts."""
-        count = sum(self.counts[rank] for rank in ranks)
-        return bool(abs(float(total[self.start]) - count) <= TOLERANCE * count)
+    `counts`: n of each rank that takes part.
+    """
+    count, stop, times_s = float(tail[0]), float(tail[1]), tail[2:-1]
+    expected = sum(counts[rank] for rank in ranks)
+    own_s = [float(times_s[rank]) for rank in ranks]
+    if not is_near(count, expected):
+        return f"sent the gradient of {count:g} samples, expected {expected:g}"
+    if stop != 0:
+        return "asked all ranks to stop, which only rank 0 may do"
+    num_others = int((times_s != 0).sum()) - sum(map(bool, own_s))
+    if num_others > 0 or not all(0 <= seconds <= MAX_STEP_S for seconds in own_s):
+        return f"sent {own_s[0]:g} s as the time of its step, or the time of another rank"
+    return ""

@@ -267,7 +267,6 @@ def run_sandbox() -> int:
 
 
 def _fill(scratch: str, policy: SandboxPolicy) -> None:
-    """Write the sandbox's files, for the user that it runs as."""
     for path in policy.files:
         place = os.path.join(scratch, path)
         os.makedirs(os.path.dirname(place), mode=0o700, exist_ok=True)
@@ -282,7 +281,6 @@ def _fill(scratch: str, policy: SandboxPolicy) -> None:
 
 
 def _start(policy: SandboxPolicy, scratch: str) -> tuple[int, int]:
-    """Start the command. Return its process, and the descriptor of the filter's notifications or -1."""
     environment = _build_environment(scratch) | {SOCKETS_VARIABLE: " ".join(policy.sockets)}
     if not any(":" in peer for peer in policy.peers):
         # With the other addresses of an interface, PRRTE does not find its IPv4 address.
@@ -302,7 +300,6 @@ def _start(policy: SandboxPolicy, scratch: str) -> tuple[int, int]:
 
 
 def _enter(policy: SandboxPolicy, scratch: str, report: socket.socket) -> None:
-    """Give up all rights that the policy does not name, for good. Raises OSError."""
     os.setpgid(0, 0)
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)
@@ -320,7 +317,6 @@ def _enter(policy: SandboxPolicy, scratch: str, report: socket.socket) -> None:
 
 
 def _build_environment(scratch: str) -> dict[str, str]:
-    """Return the environment of the sandbox, without directories of a user."""
     environment = {
         name: value
         for name, value in os.environ.items()

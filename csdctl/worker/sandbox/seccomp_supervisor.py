@@ -120,7 +120,6 @@ def list_listeners(port: int) -> Iterator[tuple[IpAddress, int]]:
 
 
 def _attach_filter(bound: socket.socket, networks: Sequence[IpNetwork]) -> None:
-    """Let the kernel drop packets from outside of `networks`. Raises PermissionError."""
     program = FilterProgram(build_source_filter(networks))
     bound.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program.header)
     bound.setsockopt(socket.SOL_SOCKET, _SO_LOCK_FILTER, 1)

@@ -59,7 +59,6 @@ def after_epoch(
 def _after_epoch(
     stopping: EarlyStopping | None, now: CallbackState, epoch: int, results: Mapping[str, float | None]
 ) -> tuple[CallbackState, bool]:
-    """Return the state with the best epoch, and whether it is this one, like Keras' EarlyStopping."""
     rule = stopping or EarlyStopping()
     if epoch <= rule.start_from_epoch:
         return now, False
@@ -77,7 +76,6 @@ def _after_epoch(
 def _on_plateau(
     rule: ReduceOnPlateau, now: CallbackState, results: Mapping[str, float | None]
 ) -> CallbackState:
-    """Return the state with the learning rate, like Keras' ReduceLROnPlateau."""
     value = _value(results, rule.monitor)
     if now.cooldown:
         now = replace(now, cooldown=now.cooldown - 1, epochs_on_plateau=0)

@@ -56,7 +56,6 @@ class SumCheck(Task):
                 return FINISHED
 
     def _decide(self, communicator: Communicator) -> str:
-        """Return the next action on rank 0, once there is one."""
         while self.is_root:
             communicator.look()
             num_ranks = len(communicator.members)
@@ -74,10 +73,6 @@ class SumCheck(Task):
         return ""
 
     def _time_sums(self, communicator: Communicator) -> None:
-        """Time the sums of a step. Rank 0 reports the fastest ones, if all were over the same ranks.
-
-        Raises StepVoidError.
-        """
         members = communicator.members
         fastest_s = [float("inf")] * len(self._sizes)
         total_s = 0.0

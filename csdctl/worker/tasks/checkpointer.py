@@ -303,7 +303,6 @@ class Checkpointer:
             raise self._as_failure(path, error) from None
 
     def _as_failure(self, path: Path, error: OSError) -> WorkerError:
-        """Return the error of a run whose state or model cannot be written to `path`."""
         remedy = "free disk space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else f"make {path} writable"
         resume = f"then continue the run: csdctl train --resume {self._spec.run_id}"
         return WorkerError(f"cannot write {path}: {error.strerror or error}", f"{remedy}, {resume}")
@@ -347,7 +346,6 @@ class Checkpointer:
         return itertools.islice(self._possible(states, problems), 1)
 
     def _possible(self, states: Iterable[Array], problems: list[str]) -> Iterator[tuple[Position, Array]]:
-        """Yield the states that are possible in this run, with their positions."""
         for state in states:
             try:
                 yield position_of(state, self._samples), state

@@ -153,7 +153,6 @@ def _hash_form(arrays: Sequence[Array]) -> bytes:
 
 
 def _check(position: Position, samples: Sequence[OwnSamples]) -> None:
-    """Raise ValueError unless `position` is possible in a run with these samples."""
     if position.total_steps < position.step:
         raise ValueError("more steps in the epoch than in the run")
     if set(position.batch_sizes) != {str(rank) for rank in range(len(samples))}:

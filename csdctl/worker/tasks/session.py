@@ -17,30 +17,22 @@ from csdctl.worker.group.communicator import Communicator, HubCommunicator, HubP
 from csdctl.worker.group.hub import HubSettings
 from csdctl.worker.group.values import LinkLostError
 from csdctl.worker.process.output import print_line
+from csdctl.worker.protocol import run_spec
 from csdctl.worker.protocol.events import Pong, Ready, WaitingFor
-from csdctl.worker.protocol.run_spec import (
-    CHECK,
-    TRAIN,
-    TRAIN_SPLIT,
-    TRIAL,
-    TRIAL_SPLIT,
-    VERIFY,
-    VERIFY_SPLIT,
-    RunSpec,
-)
+from csdctl.worker.protocol.run_spec import RunSpec
 from csdctl.worker.protocol.sandbox import link_address
 from csdctl.worker.sandbox.program import check_sandbox
 from csdctl.worker.tasks.progress import Reporter, RunProgress, hash_state, max_state_bytes, unpack
 from csdctl.worker.tasks.task import Orders, Task, TaskContext
 
 TASKS = {
-    CHECK: "csdctl.worker.tasks.check:SumCheck",
-    TRAIN_SPLIT: "csdctl.worker.tasks.split:Split",
-    TRIAL_SPLIT: "csdctl.worker.tasks.trial:SplitTrial",
-    TRAIN: "csdctl.worker.tasks.train:Train",
-    TRIAL: "csdctl.worker.tasks.trial:Trial",
-    VERIFY: "csdctl.worker.tasks.verify:Verify",
-    VERIFY_SPLIT: "csdctl.worker.tasks.verify:VerifySplit",
+    run_spec.CHECK: "csdctl.worker.tasks.check:SumCheck",
+    run_spec.TRAIN_SPLIT: "csdctl.worker.tasks.split:Split",
+    run_spec.TRIAL_SPLIT: "csdctl.worker.tasks.trial:SplitTrial",
+    run_spec.TRAIN: "csdctl.worker.tasks.train:Train",
+    run_spec.TRIAL: "csdctl.worker.tasks.trial:Trial",
+    run_spec.VERIFY: "csdctl.worker.tasks.verify:Verify",
+    run_spec.VERIFY_SPLIT: "csdctl.worker.tasks.verify:VerifySplit",
 }
 """Name → module:class. A task's module is imported only when the task is requested."""
 
@@ -108,16 +100,13 @@ class RankSession:
         return HubCommunicator(self._hub, settings, self._report_waiting)
 
     def _end_without_hub(self) -> NoReturn:
-        """End this process, which is then restarted with another hub."""
         print("the hub of this rank has ended", flush=True)
         os._exit(1)
 
     def _report_waiting(self, ranks: list[int]) -> None:
-        """Report the nodes that this rank waits for."""
         self._reporter.emit(WaitingFor, tuple(self._spec.ranks[rank].node for rank in ranks))
 
     def _take_part(self) -> str:
-        """Run the task. Raises LinkLostError, and WorkerError when it fails."""
         reason = self._task.run(self._communicator)
         self._reporter.traffic(self._communicator)
         self._communicator.close()

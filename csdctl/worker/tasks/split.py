@@ -124,12 +124,10 @@ class Exchange:
         return all(map(are_finite, (outputs, *fields_of(labels).values())))
 
     def _output_bytes(self, size: int) -> int:
-        """Return the size of the prefix's output, or its gradient, of `size` samples."""
         num_bytes: int = size * math.prod(self._shape) * self._shared.activation_type.itemsize
         return num_bytes
 
     def _message_bytes(self, size: int) -> int:
-        """Return the size of what a rank sends of `size` samples: outputs and labels."""
         empty = self._empty_labels
         return self._output_bytes(size) + size * int(empty.dtype.itemsize) * math.prod(empty.shape[1:])
 

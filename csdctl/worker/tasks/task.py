@@ -230,7 +230,6 @@ class ModelTask(Task):
             communicator.give_state(rank, state)
 
     def _report_members(self, communicator: Communicator, *, is_start: bool) -> None:
-        """Report the ranks that take part from now on, the position in the run, and the lost ranks."""
         progress, position, segment = self.progress, self.progress.position, self.progress.segment
         sizes = {str(share.rank): share.batch_size for share in segment.shares}
         for rank, reason, is_fault in communicator.lost:
@@ -310,7 +309,6 @@ class ModelTask(Task):
 
     @property
     def _compiled(self) -> CompiledStep | None:
-        """The compiled step of this rank. None if Python's TensorFlow computes the step here."""
         split = self.spec.split
         return split.compiled if split and self.me.rank else self.spec.compiled
 

@@ -18,18 +18,10 @@ from csdctl.worker.engine.layout import GradientNoise, Sums, add_sums
 from csdctl.worker.engine.step import StepEngine
 from csdctl.worker.engine.tensorflow_c import are_finite
 from csdctl.worker.group.communicator import Communicator
-from csdctl.worker.group.values import ExpectedTails, LinkLostError, StepVoidError, is_minority
+from csdctl.worker.group.values import LinkLostError, StepVoidError, is_minority, is_near
 from csdctl.worker.process.errors import JobError, WorkerError
+from csdctl.worker.protocol import events
 from csdctl.worker.protocol.datasets import list_names
-from csdctl.worker.protocol.events import (
-    EARLY_STOPPING,
-    MAX_STEPS,
-    SAMPLES,
-    STOPPED,
-    EpochEnd,
-    Evaluating,
-    Rebalanced,
-)
 from csdctl.worker.protocol.recipe import learning_rate
 from csdctl.worker.tasks.balancer import Balancer
 from csdctl.worker.tasks.callbacks import Decision, after_epoch, check_monitors
@@ -139,7 +131,7 @@ class Train(ModelTask):
                 if reason := self._run_epoch(communicator):
                     return self._end_early(communicator, reason)
                 self._end_epoch(communicator)
-            return EARLY_STOPPING if self.progress.position.callbacks.is_stopping else FINISHED
+            return events.EARLY_STOPPING if self.progress.position.callbacks.is_stopping else FINISHED
         finally:
             if self._since_report.steps:  # the link is lost, or the run is stopped, within an epoch
                 self.reporter.progress(self.progress.position, self._since_report, is_over=True)
@@ -175,7 +167,6 @@ class Train(ModelTask):
         return weights_hash
 
     def _run_epoch(self, communicator: Communicator) -> str:
-        """Run the rest of the epoch. Return why the run ends within it, or ''."""
         progress, max_steps = self.progress, self.spec.max_steps
         self.reader.set_epoch(progress.position.epoch)
         self._epoch_totals, self._since_report = StepTotals(), StepTotals()
@@ -197,13 +188,12 @@ class Train(ModelTask):
                 self.reporter.progress(progress.position, self._since_report, slow_link=slow_link)
                 self._since_report = StepTotals()
             if step.is_stopping:
-                return STOPPED
+                return events.STOPPED
             if max_steps is not None and progress.position.total_steps >= max_steps:
-                return MAX_STEPS
+                return events.MAX_STEPS
         return ""
 
     def _admit(self, communicator: Communicator) -> None:
-        """Admit waiting ranks from the next step on."""
         if self.is_root:
             communicator.look()
             communicator.admit([*communicator.joining])
@@ -280,7 +270,6 @@ class Train(ModelTask):
     def _take(
         self, communicator: Communicator, images: Array, labels: Array, copies: Array | None, sums: "StepSums"
     ) -> Sums:
-        """Take a step with the other ranks. Return the sums of all ranks."""
         return self.step.run(images, labels, sums, communicator.local, private_copies=copies)
 
     def sum_step(
@@ -297,16 +286,14 @@ class Train(ModelTask):
         tail = vector[layout.step_size :][: 2 + len(self.spec.ranks)]
         tail[:] = 0
         tail[0], tail[1 + self.me.rank], tail[-1] = is_stopping, compute_s, norm
-        counts = self.progress.weigh(self.progress.step_samples)
-        expected = ExpectedTails(
-            layout.count, dict(zip(communicator.members, counts, strict=True)), layout.gradients.stop
-        )
+        weighed = self.progress.weigh(self.progress.step_samples)
+        counts = dict(zip(communicator.members, weighed, strict=True))
         # With loss scaling, the optimizer skips a gradient that overflowed.
-        total = communicator.sum(vector, expected, checks_finite=not self.step.info.has_loss_scaling)
-        if not expected.is_count_of(total, communicator.counted):
+        total = communicator.sum(vector, counts, checks_finite=not self.step.info.has_loss_scaling)
+        count, expected = float(total[layout.count]), sum(counts[rank] for rank in communicator.counted)
+        if not is_near(count, expected):
             raise WorkerError(
-                f"the sum over the ranks is of {total[layout.count]:g} samples, expected "
-                f"{sum(expected.counts[rank] for rank in communicator.counted):g}",
+                f"the sum over the ranks is of {count:g} samples, expected {expected:g}",
                 remedy="please report it, with the model",
             )
         return total
@@ -318,10 +305,10 @@ class Train(ModelTask):
             if not share.reassigned or not (batch := share.batch(progress.step_in_segment)).reassigned:
                 continue
             if self.is_root:
-                communicator.send(share.rank, self.reader.pack_reassigned(batch.reassigned), SAMPLES)
+                communicator.send(share.rank, self.reader.pack_reassigned(batch.reassigned), events.SAMPLES)
             elif share.rank == self.me.rank:
                 num_bytes = batch.num_reassigned * sample_bytes(*self.reader.first(0))
-                received = communicator.receive(0, num_bytes, SAMPLES)
+                received = communicator.receive(0, num_bytes, events.SAMPLES)
         return received
 
     def _learning_rate(self) -> float:
@@ -353,7 +340,7 @@ class Train(ModelTask):
         if self.is_root:
             position, (slowest, slowdown) = progress.position, self._balancer.slowest
             self.reporter.emit(
-                Rebalanced,
+                events.Rebalanced,
                 epoch=position.epoch,
                 step=position.step,
                 slowest=self.spec.ranks[slowest].node,
@@ -387,16 +374,14 @@ class Train(ModelTask):
         raise WorkerError(f"{cause} in epoch {position.epoch}, step {position.step + 1}", remedy)
 
     def _end_early(self, communicator: Communicator, reason: str) -> str:
-        """End the run within an epoch."""
         self._weights_hash = self.compare_weights(communicator)
-        if reason == MAX_STEPS:
+        if reason == events.MAX_STEPS:
             self._report_epoch_end({})
         if self._checkpointer:
             self._checkpointer.checkpoint(self.progress.position)
         return reason
 
     def _end_epoch(self, communicator: Communicator) -> None:
-        """Compare, evaluate, decide and checkpoint. Begin the next epoch."""
         before = communicator.members
         self._weights_hash = self.compare_weights(communicator)
         results: dict[str, Any] = {}
@@ -432,7 +417,6 @@ class Train(ModelTask):
         self._settle(communicator, before)
 
     def _decide(self, results: dict[str, Any]) -> tuple[CallbackState, bool]:
-        """Return the new state of the callbacks, and whether this epoch's model is the best so far."""
         epoch_results = self._epoch_results()
         monitored: dict[str, float | None] = {"loss": epoch_results["loss"], **epoch_results["metrics"]}
         monitored["validation_loss"] = results.get("validation_loss")
@@ -463,7 +447,7 @@ class Train(ModelTask):
                 "noise_scale": self._epoch_totals.noise.scale,
             }
         fields |= {"epoch": self.progress.position.epoch, "weights_hash": self._weights_hash}
-        self.reporter.emit(EpochEnd, **self._epoch_totals.local_fields(), **fields)
+        self.reporter.emit(events.EpochEnd, **self._epoch_totals.local_fields(), **fields)
         self._since_report = StepTotals()
 
 
@@ -479,7 +463,7 @@ def evaluate(
         if time.monotonic() - reported >= progress_interval_s:
             reported = time.monotonic()
             num_done = min(len(results) * EVALUATION_BATCH, len(validation))
-            reporter.emit(Evaluating, num_done, len(validation))
+            reporter.emit(events.Evaluating, num_done, len(validation))
     total = add_sums(results)
     if not total.count:
         raise _no_weight("the validation data")

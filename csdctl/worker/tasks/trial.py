@@ -51,7 +51,6 @@ class Trial(Train):
         return STOPPED
 
     def _next_order(self, communicator: Communicator) -> str:
-        """Return, on rank 0, the next order as a line. '' for `Stop`."""
         while self.is_root and not self.orders.is_stopping:
             communicator.look()
             with suppress(queue.Empty):
@@ -104,7 +103,6 @@ class Trial(Train):
         self.reporter.emit(Probed, me.batch_size, None, 0, peak_memory_bytes())
 
     def _time_sums(self, communicator: Communicator) -> None:
-        """Time the sums of a step alone. Rank 0 reports the fastest of several."""
         seconds = []
         communicator.local[:] = 0
         for _ in range(NUM_TIMED_SUMS):

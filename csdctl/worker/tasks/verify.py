@@ -143,7 +143,6 @@ class Reference:
         return float(np.sqrt(error / change)) if change else float(np.inf if error else 0.0)
 
     def _relative(self, change: Array, vector: Array) -> float:
-        """Return the norm of `change` in each part of the `vector`, relative to it, over all parts."""
         layout, square = self._step.layout, 0.0
         parts = [layout.gradients, layout.statistics, slice(layout.count, layout.count + 1)]
         if not self._engine.info.sums:  # the loss
@@ -179,7 +178,6 @@ def move_weights(engine: StepEngine, generator: np.random.Generator, max_move: f
 
 
 def _widen(value: Array) -> Array:
-    """Return numbers as float64, of bfloat16 too. Integers as they are."""
     if value.dtype == BFLOAT16:
         value = from_bf16(value["bfloat16"])
     return value if value.dtype.kind in "iub" else value.astype(np.float64)
@@ -301,7 +299,6 @@ class Verify(ModelTask):
         return comparisons
 
     def _take_step(self, communicator: Communicator) -> Array:
-        """Take the step. Return the sum of the ranks' vectors."""
         step, self._totals = self.step, list[Array]()
         parts: list[Array] = []
 
@@ -317,7 +314,6 @@ class Verify(ModelTask):
         return step.join(self._totals)
 
     def _each_vector(self, communicator: Communicator) -> Iterator[Array]:
-        """Yield, on rank 0, the vectors of all ranks in their order."""
         if not self.is_root:
             communicator.send(0, self._vector, STATE)
             return

@@ -13,7 +13,6 @@ from csdctl.worker.group.chunks import CHUNK_SIZE, divide
 from csdctl.worker.group.communicator import HubCommunicator, HubProcess
 from csdctl.worker.group.hub import HubSettings
 from csdctl.worker.group.shared_memory import map_array
-from csdctl.worker.group.values import ExpectedTails
 from csdctl.worker.protocol.json_codec import from_json
 from csdctl.worker.protocol.sandbox import hub_address
 from tests.linked_ranks import HUB_COMMAND, SAMPLES, make_vector
@@ -133,15 +132,11 @@ class ScriptedGroup:
 
     def sum(self, seed: int = 1, size: int = SIZE) -> "Future[Any]":
         """Let rank 0 sum. Return the copy of the sum that it gets."""
-        expected = ExpectedTails(
-            size - 3 - len(self.servers),
-            {rank: float(SAMPLES) for rank in self.host.members},
-            size - 3 - len(self.servers),
-        )
+        counts = {rank: float(SAMPLES) for rank in self.host.members}
 
         def sum_up() -> Any:
             self.host.local[:size] = self.make(0, seed, size)
-            return self.host.sum(self.host.local, expected, checks_finite=True)[:size].copy()
+            return self.host.sum(self.host.local, counts, checks_finite=True)[:size].copy()
 
         return self.later(sum_up)
 

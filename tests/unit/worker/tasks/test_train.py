@@ -413,8 +413,8 @@ def test_rank_0_expects_of_each_rank_that_takes_part_its_weighted_samples() -> N
     group = PlayedRanks(task)
     with pytest.raises(WorkerError, match="expected 10"):
         task.run(group)
-    (_, expected), *_ = group.given
-    assert (expected.start, expected.counts) == (task.layout.count, {0: 4.0, 2: 6.0})
+    (_, counts), *_ = group.given
+    assert counts == {0: 4.0, 2: 6.0}
 
 
 def test_samples_of_a_rank_that_is_lost_go_from_rank_0_to_those_that_read_them_now() -> None:
