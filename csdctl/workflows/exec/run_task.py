@@ -19,6 +19,7 @@ from invoke.exceptions import CommandTimedOut, Exit, ParseError, UnexpectedExit
 from invoke.executor import Executor
 from invoke.loader import FilesystemLoader
 from invoke.parser.parser import Parser
+from invoke.runners import Local
 from invoke.tasks import Call
 
 from csdctl.errors import CsdctlError, DeadlineError, InputError, NodeError
@@ -44,7 +45,7 @@ def run_task(
         def visit(connection: FleetConnection) -> Answer:
             started_s = time.monotonic()
             out.of_thread.stream, err.of_thread.stream = streams = (_Printed(), _Printed())
-            connection.config.run.out_stream, connection.config.run.err_stream = streams
+            connection.config.runners.local = _LocalRunner
             code, error = _run(task, connection)
             stdout, stderr = (stream.getvalue().encode(errors="backslashreplace") for stream in streams)
             return build_answer(code, stdout, stderr, error=error, duration_s=time.monotonic() - started_s)
@@ -97,8 +98,21 @@ class _ThreadOutput(io.TextIOBase):
         self._stream = sys.stderr
         self.of_thread = threading.local()
 
+    def current(self) -> Any:
+        return getattr(self.of_thread, "stream", self._stream)
+
     def write(self, text: str) -> int:
-        return int(getattr(self.of_thread, "stream", self._stream).write(text))
+        return int(self.current().write(text))
+
+
+class _LocalRunner(Local):
+    """A command of c.local, on the host. Invoke's threads write its output to the streams of this thread."""
+
+    def start(self, command: str, shell: str, env: dict[str, str]) -> None:
+        # An `out_stream` in the configuration would show what `hide` hides.
+        for name, stream in self.streams.items():
+            self.streams[name] = stream.current() if isinstance(stream, _ThreadOutput) else stream
+        super().start(command, shell, env)
 
 
 class _NodeExecutor(Executor):

@@ -83,6 +83,7 @@ from fabric import task
 def ends(c, how):
     print("printed \\ud83d", file=sys.stderr)
     c.run("echo ran")
+    c.run("echo hidden", hide=True)
     c.local("echo here")
     if how == "exit":
         sys.exit(4)
