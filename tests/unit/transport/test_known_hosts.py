@@ -21,24 +21,6 @@ def load(tmp_path: Path, text: str) -> KnownHosts:
     return KnownHosts.load([path])
 
 
-@pytest.mark.parametrize(
-    ("names", "address", "port"),
-    [
-        ("10.0.0.1", "10.0.0.1", 22),
-        ("[10.0.0.1]:2222", "10.0.0.1", 2222),
-        ("Node.Example", "node.EXAMPLE", 22),
-        ("fe80::1%eth0", "fe80::1%eth0", 22),
-        ("[fd00::1]:2222", "fd00::1", 2222),
-        ("[10.0.0.?]:2222", "10.0.0.1", 2222),
-    ],
-)
-def test_names_are_found_as_openssh_writes_them(tmp_path: Path, names: str, address: str, port: int) -> None:
-    line, key_type, blob = make_key()
-    known_hosts = load(tmp_path, f"{names} {line}\n")
-    known_hosts.check("csd0", address, port, key_type, blob)
-    assert known_hosts.lookup("10.9.9.9", 22) == ()
-
-
 def test_revoked_key_is_refused(tmp_path: Path) -> None:
     line, key_type, blob = make_key()
     known_hosts = load(tmp_path, f"10.0.0.1 {line}\n@revoked * {line}\n")
