@@ -101,11 +101,6 @@ class RankModel:
     private_share: float = 0.0
     """Its private samples as a share of all samples. Its share of every step must be at least as large."""
 
-    @property
-    def samples_per_s(self) -> float:
-        """Samples per second, alone."""
-        return self.batch_size / self.step_time.at(self.batch_size)
-
 
 @dataclass(frozen=True)
 class StepPrediction:

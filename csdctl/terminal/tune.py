@@ -191,7 +191,7 @@ def show_forecast(streams: Streams, forecast: Forecast) -> None:
         no_verdict = "no verdict: nodes and host of an emulated fleet share the cores of one machine"
         console.print("\n".join([no_verdict, *_describe_idle(forecast)]), soft_wrap=True)
     elif verdict:
-        style, negation = ("bold green", "") if verdict.is_worth_it else ("bold red", "NOT ")
+        style, negation = ("bold green", "") if not verdict.reasons else ("bold red", "NOT ")
         nodes = format_count(verdict.num_nodes, "node")
         console.print(f"{nodes}: {negation}worth it", style=style, soft_wrap=True)
         for sentence in [*_explain(forecast).values(), *_describe_idle(forecast), *_advise(verdict)]:
@@ -212,7 +212,7 @@ def _build_document(forecast: Forecast) -> dict[str, object]:
         num_samples=forecast.num_samples,
         power=basis.power,
         curve=[{**fields_of(point), **_predict_job(point, forecast)} for point in forecast.points],
-        verdict=verdict and {**fields_of(verdict), "is_worth_it": verdict.is_worth_it, "reasons": reasons},
+        verdict=verdict and {**fields_of(verdict), "is_worth_it": not verdict.reasons, "reasons": reasons},
     )
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from csdctl.perfmodel.spread import MODELLED_SIGMA, TRIED_SIGMA, Spread, estimate_spread
 from csdctl.worker.protocol.model_info import ModelInfo
+from csdctl.worker.protocol.recipe import BF16
 from csdctl.worker.protocol.run_spec import Runtime
 
 NUMBER_BYTES, HALVED_BYTES = 4, 2
@@ -20,15 +21,10 @@ class ModelProperties:
     hash: str
     """Hash of the architecture. Weights do not affect the step time."""
     name: str
-    num_trainable: int = 0
+    vector_bytes: int = 0
+    """Bytes that each rank contributes to a sum, without the few numbers sent with the gradient."""
     is_divisible: bool = True
     """Whether a batch can be computed in micro-batches."""
-    number_bytes: int = NUMBER_BYTES
-
-    @property
-    def vector_bytes(self) -> int:
-        """Bytes that each rank contributes to a sum, without the few numbers sent with the gradient."""
-        return self.number_bytes * self.num_trainable
 
 
 @dataclass(frozen=True)
@@ -153,4 +149,6 @@ def describe_model(info: ModelInfo, architecture_hash: str, code_hash: str = "")
         numbers = f"{info.num_parameters} {info.num_trainable} {info.num_operations}"
         parts = [info.name if info.has_own_step else architecture_hash, numbers, code_hash]
         identity = hashlib.sha256(" ".join(parts).encode()).hexdigest()
-    return ModelProperties(identity, info.name, info.num_trainable, is_divisible=not info.has_own_step)
+    number_bytes = HALVED_BYTES if info.recipe.compression == BF16 else NUMBER_BYTES
+    vector_bytes = number_bytes * info.num_trainable
+    return ModelProperties(identity, info.name, vector_bytes, is_divisible=not info.has_own_step)

@@ -164,17 +164,13 @@ class CurveVerdict:
 
     num_nodes: int
     reasons: tuple[Reason, ...]
+    """Without any, they pay off."""
     worth_from: int | None
     """The smallest number, up to `num_nodes`, that pays off. None: no number does."""
     useful_nodes: int
     """Beyond this number, every further node adds less than MIN_SHARE_OF_NODE of its own throughput."""
     least_energy_nodes: int | None
     """The number of nodes with the least energy per sample. None where power is not known."""
-
-    @property
-    def is_worth_it(self) -> bool:
-        """Whether `num_nodes` nodes pay off: there is no reason against them."""
-        return not self.reasons
 
 
 def judge(curve: Sequence[CurvePoint], nodes: Sequence[RankModel]) -> CurveVerdict:
@@ -183,7 +179,8 @@ def judge(curve: Sequence[CurvePoint], nodes: Sequence[RankModel]) -> CurveVerdi
     useful_nodes = 0
     for before, point in pairwise(curve):  # earlier nodes may cost more than they add
         added = (point.samples_per_s - before.samples_per_s) / (point.num_nodes - before.num_nodes)
-        if added >= MIN_SHARE_OF_NODE * nodes[(point.num_nodes - 1) % len(nodes)].samples_per_s:
+        node = nodes[(point.num_nodes - 1) % len(nodes)]
+        if added >= MIN_SHARE_OF_NODE * node.batch_size / node.step_time.at(node.batch_size):
             useful_nodes = point.num_nodes
     energies = [
         (point.joules_per_image, point.num_nodes) for point in curve if point.joules_per_image is not None

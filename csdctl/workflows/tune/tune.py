@@ -15,12 +15,11 @@ from csdctl.reporting.results import list_forecast_errors, read_results
 from csdctl.runs.directory import ProjectDirectory
 from csdctl.runs.measurements import MeasurementStore
 from csdctl.tuning import stannis
-from csdctl.tuning.measurements import HALVED_BYTES, ProbeOutcome
+from csdctl.tuning.measurements import ProbeOutcome
 from csdctl.tuning.plan import DATA_PARALLEL, FEATURES, SPLIT, Plan, RankPlan, save_plan
 from csdctl.tuning.plan_choice import confirmed_prediction, predict_host_samples_per_s
 from csdctl.tuning.search import Limits, default_limits
 from csdctl.worker.protocol.probe import ProbeRequest
-from csdctl.worker.protocol.recipe import BF16
 from csdctl.workflows.data.prepare import prepare_in
 from csdctl.workflows.train.plan import build_fingerprint, default_runtime
 from csdctl.workflows.train.request import AUTO, check_strategy
@@ -138,11 +137,8 @@ def tune_by_fit(context: RunContext, options: TuneOptions, noise_scale: float | 
     private = prepared.num_private
     num_samples = prepared.public.num_samples + sum(private.values())
     limits = default_limits(options.limits, job.recipe.reference_batch, num_samples, 1 + len(private))
-    properties = prepared.model.describe()
-    if prepared.recipe.compression == BF16:
-        properties = replace(properties, number_bytes=HALVED_BYTES)
     measurements = fleet_measurements.FleetMeasurements(
-        properties,
+        prepared.model.describe(),
         fleet_measurements.hash_recipe(job, prepared.public),
         space.fleet,
         space.facts,

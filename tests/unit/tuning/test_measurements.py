@@ -1,6 +1,7 @@
 """The properties of a model, and the errors of forecasts."""
 
 import math
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -11,14 +12,16 @@ from csdctl.tuning.fleet_model import TrialResult
 from csdctl.tuning.measurements import ForecastErrors, ModelProperties, TrialMeasurement, compare_trials
 from csdctl.tuning.plan_choice import confirmed_prediction
 from csdctl.worker.protocol.model_info import ModelInfo
+from csdctl.worker.protocol.recipe import BF16, Recipe
 from csdctl.worker.protocol.run_spec import Runtime
 
 
 def test_features_are_those_of_the_model_that_was_built() -> None:
     info = ModelInfo("keras.applications:MobileNetV2", {"": (64, 64, 3)}, 7, 5, num_operations=9)
     described = measurements.describe_model(info, "hash")
-    assert described == ModelProperties("hash", info.name, 5)
-    assert described.vector_bytes == 20
+    assert described == ModelProperties("hash", info.name, 20)
+    halved = replace(info, recipe=Recipe(compression=BF16))
+    assert measurements.describe_model(halved, "hash").vector_bytes == 10
 
 
 def trial(samples_per_s: float, batch_size: int = 4, predicted: float | None = None) -> TrialMeasurement:

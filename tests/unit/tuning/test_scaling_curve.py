@@ -71,11 +71,10 @@ class TestVerdict:
     ) -> None:
         judged = verdict(num_nodes, cost, power)
         assert judged.reasons == reasons
-        assert judged.is_worth_it == (not reasons)
 
     def test_first_node_may_cost_more_than_it_adds_and_later_ones_pay(self) -> None:
         judged = verdict(20, CollectiveCost(fixed_s=0.5))
-        assert (judged.is_worth_it, judged.worth_from, judged.useful_nodes) == (True, 6, 20)
+        assert (judged.reasons, judged.worth_from, judged.useful_nodes) == ((), 6, 20)
 
     def test_verdict_names_the_number_beyond_which_the_sum_outweighs_a_node(self) -> None:
         # Rates go towards 10 / 0.05 = 200 samples/s: each node adds less than the one before.
