@@ -20,7 +20,8 @@ from tests.unit.worker.ingest.prepared_data import slice_of
 
 pytestmark = pytest.mark.first(6)
 
-PARTS = (20, 9, 3)
+PARTS = (20, 0, 9, 3)
+"""Batches of four ranks; one has no samples."""
 NUM_SAMPLES = sum(PARTS)
 NUM_STEPS = 5
 TOLERANCE = 1e-6
