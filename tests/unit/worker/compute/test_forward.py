@@ -66,7 +66,7 @@ def looked_up() -> Any:
 
 
 BOTH = as_records({"rows": ROWS, "tokens": TOKENS})
-MODELS = {
+MODELS: dict[str, tuple[Any, ...]] = {
     "pictures": (pictures, PICTURES, SCALED, RANGE, 1e-5, ""),
     "a layer": (pictures, PICTURES, SCALED, RANGE, 1e-5, "hidden"),
     "bfloat16": (lambda: pictures("bfloat16"), PICTURES, SCALED, RANGE, 2e-2, ""),
@@ -93,21 +93,12 @@ def files_in(directory: Path, template: str = "") -> CompiledStep:
 
 
 @pytest.mark.parametrize("max_constant_bytes", [0, 1 << 20])
-@pytest.mark.parametrize(
-    ("build", "samples", "as_given", "input_range", "tolerance", "layer"), MODELS.values(), ids=MODELS
-)
+@pytest.mark.parametrize("name", MODELS)
 def test_outputs_are_those_of_predict(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    max_constant_bytes: int,
-    build: Any,
-    samples: Any,
-    as_given: Any,
-    input_range: Any,
-    tolerance: float,
-    layer: str,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, max_constant_bytes: int, name: str
 ) -> None:
     monkeypatch.setattr("csdctl.worker.compute.compile.MAX_CONSTANT_BYTES", max_constant_bytes)
+    build, samples, as_given, input_range, tolerance, layer = MODELS[name]
     model = build()
     prefix = replace(store_prefix(tmp_path, model), input_range=input_range)
     computed = keras().Model(model.inputs, model.get_layer(layer).output) if layer else model

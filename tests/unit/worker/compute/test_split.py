@@ -11,11 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from csdctl.worker.compute.compile import make_compiler, make_engine, trace
+from csdctl.worker.compute.compile import make_engine, trace_all
 from csdctl.worker.compute.parts import time_parts
 from csdctl.worker.compute.recipe import compile_model
-from csdctl.worker.compute.split import SplitCompiler
-from csdctl.worker.compute.trace import GraphBuilder
 from csdctl.worker.engine.split import PrefixStep, SplitStep, micro_batch_size, micro_batch_sizes
 from csdctl.worker.group.communicator import Communicator
 from csdctl.worker.group.values import RankLostError, StepVoidError
@@ -164,18 +162,10 @@ def divided(
     build: Callable[[], Any], layer: str, recipe: Recipe, example: tuple[Array, Array]
 ) -> tuple[SplitStep, list[PrefixStep]]:
     """Return the steps of rank 0 and of the others."""
-    compiler = make_compiler(compiled(build, recipe), recipe, example)
-    info, builder = trace(compiler)
-    parts = SplitCompiler(compiler, layer, example)
-    info = parts.add_to(builder, info)
-    host = SplitStep(make_engine(compiler, info, builder, weight=WEIGHTS[0]), weight=WEIGHTS[0])
-    of_ranks = GraphBuilder()
-    of_rank = parts.describe_ranks(of_ranks, info)
-    nodes = []
-    for rank in range(1, len(PARTS)):
-        engine = make_engine(parts.of_ranks, of_rank, of_ranks, rank=rank)
-        nodes.append(PrefixStep(engine, weight=WEIGHTS[rank]))
-    return host, nodes
+    of_host, of_ranks = trace_all(compiled(build, recipe), recipe, example, cut=layer, is_wide=False)
+    host = SplitStep(make_engine(*of_host, weight=WEIGHTS[0]), weight=WEIGHTS[0])
+    numbers = range(1, len(PARTS))
+    return host, [PrefixStep(make_engine(*of_ranks, rank=rank), weight=WEIGHTS[rank]) for rank in numbers]
 
 
 @pytest.mark.first(2)
