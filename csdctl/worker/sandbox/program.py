@@ -38,24 +38,10 @@ from csdctl.worker.sandbox.seccomp_filter import ARCHITECTURES, MACHINE, install
 from csdctl.worker.sandbox.seccomp_supervisor import SeccompSupervisor
 
 SYSTEM_PATHS = [
-    "/usr",
-    "/bin",
-    "/sbin",
-    "/lib",
-    "/lib32",
-    "/lib64",
-    "/proc",
-    "/sys",
-    "/dev/urandom",
-    "/dev/random",
-    "/dev/zero",
-    "/etc/hosts",
-    "/etc/ld.so.cache",
-    "/etc/ld.so.preload",
-    "/etc/localtime",
-    "/etc/nsswitch.conf",
-    "/etc/host.conf",
-    "/etc/resolv.conf",
+    *("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/proc", "/sys"),
+    *("/dev/urandom", "/dev/random", "/dev/zero"),
+    *("/etc/hosts", "/etc/ld.so.cache", "/etc/ld.so.preload", "/etc/localtime"),
+    *("/etc/nsswitch.conf", "/etc/host.conf", "/etc/resolv.conf"),
 ]
 """Paths that programs read. In /proc, Landlock hides memory, files and environment of other processes."""
 

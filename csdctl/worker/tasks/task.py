@@ -32,7 +32,7 @@ from csdctl.worker.protocol.json_codec import ProtocolError, Sha256, from_dict
 from csdctl.worker.protocol.orders import Begin, OpenHub, Order, Ping, Probe, Stop, TakeSteps, order_from_line
 from csdctl.worker.protocol.recipe import BF16
 from csdctl.worker.protocol.run_spec import ELEMENT_SPEC, CompiledStep, RankSpec, RunSpec
-from csdctl.worker.tasks.progress import Reporter, RunProgress, hash_state, pack
+from csdctl.worker.tasks.progress import Position, Reporter, RunProgress, hash_state, pack
 
 GROWTH_LIMIT = 2
 """A rank whose memory was not measured gets at most this many times its planned batch size."""
@@ -141,19 +141,17 @@ class Task:
         for rank in sorted(communicator.admitted):
             communicator.give_state(rank, b"")
         communicator.admitted = set()
-        members = {str(rank): 1 for rank in communicator.members}
+        members, start = {str(rank): 1 for rank in communicator.members}, Position(1, 0, 0, None, {})
+        self._report_members(communicator, start, members, is_start=not before, steps_per_epoch=1)
+
+    def _report_members(
+        self, communicator: Communicator, position: Position, batch_sizes: dict[str, int], **fields: Any
+    ) -> None:
+        """Report the ranks that take part from now on, and the lost ones."""
         lost = tuple((rank, reason) for rank, reason, _ in communicator.lost)
         communicator.lost = []
-        self.reporter.emit(
-            Joined,
-            epoch=1,
-            step=0,
-            steps_per_epoch=1,
-            total_steps=0,
-            batch_sizes=members,
-            is_start=not before,
-            lost=lost,
-        )
+        at = {"epoch": position.epoch, "step": position.step, "total_steps": position.total_steps}
+        self.reporter.emit(Joined, batch_sizes=batch_sizes, lost=lost, **at, **fields)
 
     def run(self, communicator: Communicator) -> str:
         """Work with the other ranks until the task is finished. Return `Finished.reason`.
@@ -223,32 +221,23 @@ class ModelTask(Task):
         if not self.is_root:
             return
         # This comes first, so that it is reported even if this process ends now.
-        self._report_members(communicator, is_start=bool(hashes) or not before)
+        for rank, reason, is_fault in communicator.lost:
+            if is_fault:
+                self.reporter.emit(Misbehaved, rank, reason)
+        position, segment = progress.position, progress.segment
+        self._report_members(
+            communicator,
+            position,
+            {str(share.rank): share.batch_size for share in segment.shares},
+            is_start=bool(hashes) or not before,
+            steps_per_epoch=segment.stop_step,
+            num_lost=progress.num_lost(),
+            epoch_samples=position.totals.samples,
+        )
         packed = pack(values, progress.position).tobytes() if joined else b""
         for rank in joined:
             state = b"" if hashes and hashes.get(rank) == state_hash else packed
             communicator.give_state(rank, state)
-
-    def _report_members(self, communicator: Communicator, *, is_start: bool) -> None:
-        progress, position, segment = self.progress, self.progress.position, self.progress.segment
-        sizes = {str(share.rank): share.batch_size for share in segment.shares}
-        for rank, reason, is_fault in communicator.lost:
-            if is_fault:
-                self.reporter.emit(Misbehaved, rank, reason)
-        lost = tuple((rank, reason) for rank, reason, _ in communicator.lost)
-        communicator.lost = []
-        self.reporter.emit(
-            Joined,
-            epoch=position.epoch,
-            step=position.step,
-            steps_per_epoch=segment.stop_step,
-            total_steps=position.total_steps,
-            batch_sizes=sizes,
-            is_start=is_start,
-            lost=lost,
-            num_lost=progress.num_lost(),
-            epoch_samples=position.totals.samples,
-        )
 
     def load(self) -> None:
         """Load data and model, trace the graphs and reach full speed. The weights stay as they were."""

@@ -227,18 +227,6 @@ class TestCheckpoints:
         kept = sorted(path.name for path in tmp_path.glob("*.npz"))
         assert kept == ["step-00000020.npz", "step-00000040.npz", "step-00000050.npz"]
 
-    @pytest.mark.fault(53)
-    @pytest.mark.parametrize("damage", DAMAGES)
-    def test_damaged_checkpoint_is_skipped_for_the_one_before_and_later_replaced(
-        self, tmp_path: Path, damage: str
-    ) -> None:
-        assert load_newest(Checkpoints(tmp_path / "none")) is None
-        checkpoints = self.save(tmp_path, [10, 20])
-        DAMAGES[damage](tmp_path / "step-00000020.npz")
-        assert step_of(load_newest(checkpoints)) == 10
-        for step in (15, 20):
-            assert step_of(load_newest(self.save(tmp_path, [step]))) == step
-
     @pytest.mark.fault(52)
     def test_half_written_checkpoint_is_ignored(self, tmp_path: Path) -> None:
         checkpoints = self.save(tmp_path, [10])

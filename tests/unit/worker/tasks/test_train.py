@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import json
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,8 +33,8 @@ from csdctl.worker.protocol.events import (
 from csdctl.worker.protocol.recipe import LossTerm, Noise, ReduceOnPlateau
 from csdctl.worker.protocol.run_spec import COPIES, RankSpec, RunSpec, Runtime
 from csdctl.worker.tasks import train
-from csdctl.worker.tasks.checkpointer import BEST_MODEL, LAST_MODEL, Checkpointer
-from csdctl.worker.tasks.progress import EpochTotals, Position, Reporter, RunProgress, unpack
+from csdctl.worker.tasks.checkpointer import BEST_MODEL, LAST_MODEL
+from csdctl.worker.tasks.progress import EpochTotals, Reporter, RunProgress, unpack
 from csdctl.worker.tasks.task import FINISHED, TaskContext
 from csdctl.worker.tasks.train import DIVERGED, LAST_GOOD, Train
 from csdctl.workflows.train.resume import load_spec
@@ -337,24 +336,6 @@ def test_run_that_is_stopped_within_an_epoch_reports_its_steps_and_continues_fro
     assert again.progress.position == task.progress.position
     assert again.progress.position.step == 1
     assert all(map(np.array_equal, weights_of(again), weights_of(task)))
-
-
-def test_checkpoint_within_an_epoch_takes_no_time_of_a_step(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    saved: list[int] = []
-
-    def save_slowly(checkpointer: Checkpointer, position: Position, **_: Any) -> None:
-        time.sleep(0.2)
-        saved.append(position.step)
-
-    monkeypatch.setattr(Checkpointer, "checkpoint", save_slowly)
-    task = load_task(directory=tmp_path, epochs=1)
-    task._checkpointer._spec = dataclasses.replace(task.spec, checkpoint_interval_s=0.0)  # type: ignore[union-attr]
-    task.run(PlayedRanks(task))
-    (end,) = [event for event in reports(capsys.readouterr().out) if isinstance(event, EpochEnd)]
-    assert saved == [1, 2, 0]
-    assert end.wall_s - end.compute_s - end.wait_s > 2 * 0.2
 
 
 def test_best_model_is_that_of_the_epoch_with_the_best_validation(
