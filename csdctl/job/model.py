@@ -6,7 +6,7 @@ import json
 import os
 import re
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -41,33 +41,24 @@ def _check_json(value: dict[str, Any]) -> dict[str, Any]:
     return value
 
 
-def _check_written(recipe: Recipe) -> Recipe:
-    if recipe.schedule and (recipe.learning_rate is not None or recipe.decay != "none"):
-        raise ValueError("schedule takes the place of learning_rate and decay: remove them")
-    return recipe
-
-
 def _require_epochs(written: Any) -> Any:
     """Return a recipe of job.yaml with nothing for `epochs`, if it lacks them: an error, unlike in Python."""
     return {"epochs": None, **written} if isinstance(written, dict) else written
 
 
-def _check_table(table: TableSchema) -> TableSchema:
-    if len(set(table.named)) != len(table.named):
-        raise ValueError("names a column twice")
-    return table
+def _unless(is_wrong: Callable[[Any], bool], problem: str) -> AfterValidator:
+    """Return the validator that reports `problem` of a value that `is_wrong`."""
+
+    def check(value: Any) -> Any:
+        if is_wrong(value):
+            raise ValueError(problem)
+        return value
+
+    return AfterValidator(check)
 
 
-def _check_records(records: RecordSchema) -> RecordSchema:
-    if records.shape is None and records.dtype != "uint8":
-        raise ValueError("dtype applies to raw numbers, which need a shape")
-    return records
-
-
-def _check_classes(names: tuple[str, ...]) -> tuple[str, ...]:
-    if len(set(names)) < len(names):
-        raise ValueError("names a class twice")
-    return names
+def _has_twice(names: Sequence[str]) -> bool:
+    return len(set(names)) < len(names)
 
 
 def _refuse(written: object) -> None:
@@ -75,6 +66,15 @@ def _refuse(written: object) -> None:
 
 
 Name = Annotated[str, Field(min_length=1, pattern=r"^[^\x00-\x1f\x7f/]+$")]
+ONE_RATE = _unless(
+    lambda recipe: recipe.schedule and (recipe.learning_rate is not None or recipe.decay != "none"),
+    "schedule takes the place of learning_rate and decay: remove them",
+)
+TYPED = _unless(
+    lambda records: records.shape is None and records.dtype != "uint8",
+    "dtype applies to raw numbers, which need a shape",
+)
+ON_HOST = _unless(lambda data: data.on != "host", "validation data is on the host: remove `on`")
 Arguments = Annotated[dict[str, Any], AfterValidator(_check_json)]
 
 
@@ -101,12 +101,6 @@ class PrivateData:
     """'may-leave': activations and labels may be sent to the host (`--strategy split`)."""
 
 
-def _check_place(data: HostData) -> HostData:
-    if data.on != "host":
-        raise ValueError("validation data is on the host: remove `on`")
-    return data
-
-
 @dataclass(frozen=True)
 class Data:
     """The data sets of a job, and how they are read."""
@@ -114,13 +108,17 @@ class Data:
     public: HostData
     """Data that any rank may read."""
     private: PrivateData | None = None
-    validation: Annotated[HostData, AfterValidator(_check_place)] | None = None
+    validation: Annotated[HostData, ON_HOST] | None = None
     """Data on which rank 0 evaluates after each epoch."""
     input_range: tuple[float, float] | None = (0.0, 1.0)
     image: ImageRule = field(default_factory=ImageRule)
-    classes: Annotated[tuple[Name, ...], Field(min_length=1), AfterValidator(_check_classes)] | None = None
-    tfrecord: Annotated[RecordSchema, AfterValidator(_check_records)] | None = None
-    csv: Annotated[TableSchema, AfterValidator(_check_table)] | None = None
+    classes: (
+        Annotated[tuple[Name, ...], Field(min_length=1), _unless(_has_twice, "names a class twice")] | None
+    ) = None
+    tfrecord: Annotated[RecordSchema, TYPED] | None = None
+    csv: (
+        Annotated[TableSchema, _unless(lambda table: _has_twice(table.named), "names a column twice")] | None
+    ) = None
     weights: Literal["sample", "data-set"] = "sample"
     """'data-set': a rank is weighted by its number of distinct samples, however often it reads them."""
     allow_nan: bool = False
@@ -141,7 +139,7 @@ class Job:
 
     model: Annotated[str, Field(min_length=1)]
     data: Data
-    recipe: Annotated[Recipe, BeforeValidator(_require_epochs), AfterValidator(_check_written)]
+    recipe: Annotated[Recipe, BeforeValidator(_require_epochs), ONE_RATE]
     """What it leaves to the compiled model is unset."""
     name: Name = ""
     """What its plan and its prepared data are called; by default as the job file, without .yaml."""

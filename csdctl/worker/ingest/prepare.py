@@ -48,8 +48,8 @@ MAX_BYTES = 64 << 20
 LABEL_COLUMNS = ("label", "labels", "target", "targets", "y", "class", "outcome", "category")
 """Names of a table's column that is its label."""
 
-Open = Callable[[Tree, PrepareSpec, int], SampleSource]
-"""Opens the files of a tree, to be read by so many threads; raises WorkerError, exit code 2."""
+Open = Callable[[Tree, PrepareSpec], SampleSource]
+"""Opens the files of a tree; raises WorkerError, exit code 2."""
 
 
 def detect_format(tree: Tree, spec: PrepareSpec) -> tuple[str, Open]:
@@ -63,10 +63,10 @@ def detect_format(tree: Tree, spec: PrepareSpec) -> tuple[str, Open]:
     if {"images.npy", "labels.npy"} & {
         path.name for file, path in zip(top, paths, strict=True) if file.parts
     }:
-        return NPY, lambda tree, spec, threads: array_files.open_npy_files(tree.root, spec)
+        return NPY, array_files.open_npy_files
     archives = [path for path in paths if path.suffix.lower() == ".npz"]
     if len(archives) == 1:
-        return NPZ, lambda tree, spec, threads: array_files.open_npz(archives[0], spec)
+        return NPZ, lambda tree, spec: array_files.open_npz(archives[0], spec)
     if top and all(
         array_files.is_table(file, tree) for file in (tree.files if spec.table or tree.folders else top)
     ):
@@ -102,15 +102,12 @@ def fingerprint_settings(source_format: str, tree: Tree, spec: PrepareSpec) -> s
 
 
 def prepare(
-    spec: PrepareSpec,
-    *,
-    threads: int = 0,
-    on_progress: Callable[[PrepareProgress], None] = lambda progress: None,
+    spec: PrepareSpec, *, on_progress: Callable[[PrepareProgress], None] = lambda progress: None
 ) -> DatasetInfo:
     """Prepare `spec.source` below `spec.store`. Do nothing if the same content has been prepared before.
 
-    `threads` 0 means one per core. An interrupted call is resumed. Raises WorkerError: exit code 2 if the
-    source is missing, empty, in an unsupported format, or does not fit the job. 1 if the disk fails.
+    An interrupted call is resumed. Raises WorkerError: exit code 2 if the source is missing, empty, in an
+    unsupported format, or does not fit the job. 1 if the disk fails.
     """
     tree = read_tree(spec.source, is_private=spec.is_private)
     source_format, open_source = detect_format(tree, spec)
@@ -125,7 +122,7 @@ def prepare(
     if not is_read_again and (stored := find()):
         partial_dataset.set_access(target, tree, is_shared=spec.is_shared)
         return stored
-    source = open_source(tree, spec, threads or sources.num_threads())
+    source = open_source(tree, spec)
     is_in_place = source_format == NPY and isinstance(source, ArraySource) and _is_as_stored(source, spec)
     # One for each source, so that an outdated one is replaced.
     place = hashlib.sha256(os.fsencode(tree.root.resolve())).hexdigest()[:32]
@@ -287,12 +284,12 @@ def look(
         if source_format == CSV and request.table is None:
             label = spec.label or _find_label(tree, request)
             request = replace(request, table=protocol.TableSchema((label,), dropped=spec.dropped))
-        all_samples = open_source(tree, request, sources.num_threads())
+        all_samples = open_source(tree, request)
         source, sizes, max_samples = all_samples, None, all_samples.num_samples
         if source_format == FOLDERS:
             step = max(1, -(-len(tree.files) // MAX_PICTURES))
             thinned = replace(tree, files=tree.files[::step])
-            source, sizes = open_source(thinned, request, sources.num_threads()), _measure_pictures(thinned)
+            source, sizes = open_source(thinned, request), _measure_pictures(thinned)
         if source_format in (FOLDERS, TFRECORD):
             max_samples = MAX_PICTURES
         info, num_bytes = partial_dataset.empty_info("0" * 32, source.class_names or ()), 0

@@ -33,9 +33,8 @@ Fields = Annotated[tuple[tuple[str, NumpyType, SampleShape], ...], MaxLength(100
 def is_data_type(text: str) -> bool:
     """Return whether `text` is a type of numpy, the JSON of `Fields`, or '', which is not known yet."""
     try:
-        json_codec.read_as(Fields, json_codec.parse_json(text)) if text.startswith(
-            "["
-        ) else json_codec.read_as(NumpyType, text or "f4")
+        content = json_codec.parse_json(text) if text.startswith("[") else text or "f4"
+        json_codec.read_as(NumpyType if isinstance(content, str) else Fields, content)
     except json_codec.ProtocolError:
         return False
     return True

@@ -182,9 +182,9 @@ def from_dict(message_type: Any, content: Any) -> Any:
     return message_type(**{field: readers[field](value) for field, value in content.items()})
 
 
-def read_as(hint: Any, content: Any, where: str = "value") -> Any:
-    """Return parsed JSON as the annotation `hint` says. Raises ProtocolError, which names `where`."""
-    return _reader(hint, where)(content)
+def read_as(hint: Any, content: Any) -> Any:
+    """Return parsed JSON as the annotation `hint` says. Raises ProtocolError."""
+    return _reader(hint, "value")(content)
 
 
 def _names(fields: Iterable[str]) -> str:

@@ -25,7 +25,7 @@ from csdctl.documents import check_output, save_text
 from csdctl.errors import InputError
 from csdctl.fleet.model import HOST_NAME
 from csdctl.job.compatibility import LOGITS, check_compatibility, describe_arrays, plain_name, show_shape
-from csdctl.job.model import Job, find_imported, model_reference, parse_job, python_files
+from csdctl.job.model import HostData, Job, find_imported, model_reference, parse_job, python_files
 from csdctl.notify import Say, make_printable
 from csdctl.runs.directory import ProjectDirectory
 from csdctl.shipping.store import StoredFile
@@ -531,13 +531,12 @@ class _Looking:
         return serialize_model(job, self.worker, self.host, self.project, shapes_of(data))
 
     def _look_at_public(self, job: Job, model: ModelInfo) -> DataLook:
-        spec = first_spec(job, model)
-        takes_any = is_any_size(model)
-        if takes_any and job.data.image.shape is None:
+        spec = replace(first_spec(job, model), names_classes=True)
+        if is_any_size(model):
             shape, _ = choose_picture_shape(model, None)
             spec = replace(spec, picture=replace(spec.picture, shape=shape))
-        look = self._look("public", job, replace(spec, names_classes=True), str(job.data.public.path))
-        if takes_any and look.pictures:
+        look = self._look("public", job.data.public, job, spec)
+        if is_any_size(model) and look.pictures:
             shape, _ = choose_picture_shape(model, look.pictures)
             look = replace(look, info=replace(look.info, sample_shape=shape))
         return look
@@ -545,16 +544,14 @@ class _Looking:
     def _look_at_validation(self, job: Job, model: ModelInfo, public: DataLook) -> DataLook | None:
         if job.data.validation is None:
             return None
-        spec = follow(first_spec(job, model), public.info)
+        spec = replace(follow(first_spec(job, model), public.info), table=public.table)
         if public.pictures:
             spec = replace(spec, picture=replace(spec.picture, shape=public.info.sample_shape))
-        spec = replace(spec, table=public.table)
-        return self._look("validation", job, spec, str(job.data.validation.path))
+        return self._look("validation", job.data.validation, job, spec)
 
-    def _look(self, name: str, job: Job, spec: PrepareSpec, source: str) -> DataLook:
-        data = job.data.public if name == "public" else job.data.validation
-        function = data.function if data else ""
-        spec, _ = add_function(spec, job, function, self.project)
+    def _look(self, name: str, data: HostData, job: Job, spec: PrepareSpec) -> DataLook:
+        spec, _ = add_function(spec, job, data.function, self.project)
         call = partial(call_worker, self.host, sys.executable, self.worker.path, doing="inspecting the data")
-        request = protocol.LookSpec(replace(spec, source=source), self.request.label, self.request.dropped)
+        source = replace(spec, source=str(data.path))
+        request = protocol.LookSpec(source, self.request.label, self.request.dropped)
         return call("look", request, DataLook, partial(self.on_progress, name))

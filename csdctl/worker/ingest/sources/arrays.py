@@ -71,8 +71,9 @@ class ArraySource(sources.SampleSource):
         return (self.rows(row, row + num_rows) for row in range(start, self.num_samples, num_rows))
 
 
-def open_npy_files(root: Path, spec: PrepareSpec) -> ArraySource:
-    """Map images.npy and labels.npy in `root`."""
+def open_npy_files(tree: Tree, spec: PrepareSpec) -> ArraySource:
+    """Map images.npy and labels.npy at the root of `tree`."""
+    root = tree.root
     if not ((root / "images.npy").exists() and (root / "labels.npy").exists()):
         raise data_error(spec.source, "lacks one of images.npy and labels.npy", "add the missing file")
     with sources.convert_read_errors(spec.source):
@@ -160,7 +161,7 @@ def read_columns(path: Path, source: str) -> list[str]:
     return columns
 
 
-def open_table(tree: Tree, spec: PrepareSpec, threads: int) -> ArraySource:
+def open_table(tree: Tree, spec: PrepareSpec) -> ArraySource:
     """Return the rows of .csv files as vectors, or as inputs by column. Raises WorkerError, exit code 2."""
     if spec.table is None:
         problem = "consists of .csv files, but the job does not describe them"

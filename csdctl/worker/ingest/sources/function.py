@@ -117,12 +117,11 @@ class Elements(DecodedSource):
         function: UserFunction,
         elements: Iterator[Any],
         spec: PrepareSpec,
-        threads: int,
         *,
         is_batched: bool = False,
         num_samples: int = 0,
     ) -> None:
-        super().__init__(spec, threads)
+        super().__init__(spec)
         self.num_samples = num_samples
         self._function = function
         self._elements = elements
@@ -176,24 +175,24 @@ class Elements(DecodedSource):
         return self._decoder.fit(content) if self._decoder else content, label
 
 
-def call_function(tree: Tree, spec: PrepareSpec, threads: int) -> sources.SampleSource:
+def call_function(tree: Tree, spec: PrepareSpec) -> sources.SampleSource:
     """Call the user's function, and return its result as a source. Raises WorkerError, exit code 2."""
     function = UserFunction(spec)
     returned = function.call(tree.root)
     with function.checking():
         if "tensorflow" in sys.modules and isinstance(returned, tf.data.Dataset):
-            return _open_dataset(returned, function, spec, threads)
+            return _open_dataset(returned, function, spec)
         if "keras" in sys.modules and isinstance(returned, keras.utils.PyDataset):
-            return _open_py_dataset(returned, function, spec, threads)
+            return _open_py_dataset(returned, function, spec)
         if isinstance(returned, list) and len(returned) in (2, 3):  # as validation_data=[x, y] of fit
             lengths = {tuple(getattr(part, "shape", ()))[:1] for part in returned}
             returned = tuple(returned) if len(lengths) == 1 and lengths != {()} else returned
         if isinstance(returned, tuple | Mapping) or hasattr(returned, "shape"):
             return _open_arrays(returned, spec)
-        return _open_iterator(returned, function, spec, threads)
+        return _open_iterator(returned, function, spec)
 
 
-def _open_dataset(returned: Any, function: UserFunction, spec: PrepareSpec, threads: int) -> Elements:
+def _open_dataset(returned: Any, function: UserFunction, spec: PrepareSpec) -> Elements:
     size = int(returned.cardinality())
     if size == tf.data.INFINITE_CARDINALITY:
         raise StructureError("returned a tf.data.Dataset without an end", ENDING)
@@ -206,7 +205,7 @@ def _open_dataset(returned: Any, function: UserFunction, spec: PrepareSpec, thre
     is_batched = _is_batched(inputs, shapes, spec)
     num_samples = 0 if is_batched else max(0, size)
     elements = function.guard(lambda: iter(returned))
-    return Elements(function, elements, spec, threads, is_batched=is_batched, num_samples=num_samples)
+    return Elements(function, elements, spec, is_batched=is_batched, num_samples=num_samples)
 
 
 def _is_batched(inputs: Parts, shapes: list[tuple[int | None, ...]], spec: PrepareSpec) -> bool:
@@ -222,15 +221,15 @@ def _is_batched(inputs: Parts, shapes: list[tuple[int | None, ...]], spec: Prepa
     return len(sizes) == 1 and (None in sizes or len(shapes) > 1)
 
 
-def _open_py_dataset(returned: Any, function: UserFunction, spec: PrepareSpec, threads: int) -> Elements:
+def _open_py_dataset(returned: Any, function: UserFunction, spec: PrepareSpec) -> Elements:
     num_batches = function.guard(lambda: returned.num_batches)
     if num_batches is None:
         raise StructureError("returned a PyDataset without an end", "give it a length: def __len__(self)")
     elements = map(returned.__getitem__, range(num_batches))
-    return Elements(function, elements, spec, threads, is_batched=True)
+    return Elements(function, elements, spec, is_batched=True)
 
 
-def _open_iterator(returned: Any, function: UserFunction, spec: PrepareSpec, threads: int) -> Elements:
+def _open_iterator(returned: Any, function: UserFunction, spec: PrepareSpec) -> Elements:
     try:
         iterator = iter(returned)
     except TypeError:
@@ -239,7 +238,7 @@ def _open_iterator(returned: Any, function: UserFunction, spec: PrepareSpec, thr
     ends = {"RETURN_VALUE", "RETURN_CONST", "RAISE_VARARGS"}
     if code and not ends & {instruction.opname for instruction in dis.Bytecode(code)}:
         raise StructureError("returned a generator without an end: `while True`, without break", ENDING)
-    return Elements(function, iterator, spec, threads)
+    return Elements(function, iterator, spec)
 
 
 def _open_arrays(returned: Any, spec: PrepareSpec) -> ArraySource:

@@ -163,13 +163,13 @@ class ImageDecoder:
 class ClassFolders(sources.DecodedSource):
     """Images in class folders, class by class and sorted by path."""
 
-    def __init__(self, tree: Tree, spec: PrepareSpec, threads: int) -> None:
+    def __init__(self, tree: Tree, spec: PrepareSpec) -> None:
         """Raise WorkerError, exit code 2, for a folder that is not one of the job's classes."""
         if spec.classes is None and not spec.names_classes:
             problem = "consists of class folders, but the job does not list its classes"
             remedy = "list them as data.classes in job.yaml, or use public data of class folders"
             raise data_error(spec.source, problem, remedy)
-        super().__init__(spec, threads)
+        super().__init__(spec)
         names = spec.classes or tuple(sorted(_normalize(name) for name in tree.folders))
         self.class_names = names
         self._label_of = {_normalize(name): label for label, name in enumerate(names)}

@@ -237,10 +237,6 @@ def num_threads() -> int:
 class DecodedSource(SampleSource):
     """Samples that are decoded one by one, in threads, in order. Unusable ones are counted and skipped."""
 
-    def __init__(self, spec: PrepareSpec, threads: int) -> None:
-        super().__init__(spec)
-        self._threads = threads
-
     def candidates(self) -> Iterator[Candidate]:
         """Yield all samples."""
         raise NotImplementedError
@@ -257,7 +253,7 @@ class DecodedSource(SampleSource):
         """Yield all samples from index `start` on."""
         max_samples = max(1, min(BLOCK_SAMPLES, BLOCK_BYTES // max(1, self.sample_bytes)))
         candidates = itertools.islice(self.candidates(), start, None)
-        with ThreadPoolExecutor(self._threads, thread_name_prefix="decode") as pool:
+        with ThreadPoolExecutor(num_threads(), thread_name_prefix="decode") as pool:
             for group in _groups(candidates, max_samples):
                 yield self._as_block(group, start, list(pool.map(self._decode_or_reason, group)))
                 start += len(group)

@@ -35,13 +35,13 @@ def is_record_file(file: sources.DataFile, tree: Tree) -> bool:
 class RecordFiles(sources.DecodedSource):
     """The examples of TFRecord files, in order of their paths."""
 
-    def __init__(self, tree: Tree, spec: PrepareSpec, threads: int) -> None:
+    def __init__(self, tree: Tree, spec: PrepareSpec) -> None:
         """Raise WorkerError, exit code 2, if the job has no schema or an inconsistent one."""
         if spec.records is None:
             problem = "consists of TFRecord files, but the job does not describe them"
             remedy = "set data.tfrecord in job.yaml: {image: FEATURE, label: FEATURE}"
             raise data_error(spec.source, problem, remedy)
-        super().__init__(spec, threads)
+        super().__init__(spec)
         self._source, self._schema = spec.source, spec.records
         self._label_of = {name: label for label, name in enumerate(spec.classes or ())}
         self._paths = [tree.path_of(file) for file in tree.files if is_record_file(file, tree)]

@@ -48,7 +48,8 @@ def spec(image_tree: Path, tmp_path: Path) -> PrepareSpec:
 @pytest.fixture(scope="module")
 def whole(image_tree: Path, tmp_path_factory: pytest.TempPathFactory) -> DatasetInfo:
     """Return the result of `spec`, prepared without interruption by one thread."""
-    return prepare(request_for(image_tree, tmp_path_factory.mktemp("whole")), threads=1)
+    with patch(f"{INGEST}.sources.source.num_threads", return_value=1):
+        return prepare(request_for(image_tree, tmp_path_factory.mktemp("whole")))
 
 
 def content(info: DatasetInfo) -> dict[str, bytes]:
@@ -71,12 +72,13 @@ def resume(spec: PrepareSpec) -> tuple[int, DatasetInfo]:
     return seen[0], info
 
 
-@pytest.mark.parametrize(("threads", "block_samples"), [(5, 256), (0, 7)])
+@pytest.mark.parametrize(("threads", "block_samples"), [(5, 256), (2, 7)])
 def test_bytes_depend_neither_on_threads_nor_on_blocks(
     spec: PrepareSpec, whole: DatasetInfo, threads: int, block_samples: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(f"{INGEST}.sources.source.BLOCK_SAMPLES", block_samples)
-    found = prepare(spec, threads=threads)
+    monkeypatch.setattr(f"{INGEST}.sources.source.num_threads", lambda: threads)
+    found = prepare(spec)
     assert content(found) == content(whole)
     assert replace(found, path="") == replace(whole, path="")
     assert whole.num_skipped == {"undecodable": len(range(0, NUM_IMAGES, 7))}

@@ -1,4 +1,7 @@
-"""Messages between csdctl and its worker: read as they were written, and anything else is refused."""
+"""Messages between csdctl and its worker: read as they were written, and anything else is refused.
+
+The users of sandboxes, and the versions of packages.
+"""
 
 import dataclasses
 import json
@@ -6,15 +9,19 @@ import math
 import typing
 from typing import Annotated, Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from csdctl.standalone import leftovers
 from csdctl.worker.protocol import datasets, events, json_codec, orders, probe
 from csdctl.worker.protocol.json_codec import SCHEMA, ProtocolError, from_json, to_json
 from csdctl.worker.protocol.model_info import ModelInfo
+from csdctl.worker.protocol.packages import find_version
 from csdctl.worker.protocol.recipe import EarlyStopping, Noise, Recipe, ReduceOnPlateau
 from csdctl.worker.protocol.run_spec import DatasetSlice, RankSpec, RunSpec, Runtime
+from csdctl.worker.protocol.sandbox import FIRST_USER, NUM_RUNS, user_of_link
 
 RECIPE = Recipe(
     optimizer_args={"momentum": 0.9, "nesterov": True},
@@ -322,3 +329,21 @@ def test_only_rank_0_reports_for_all_ranks(field: str, value: Any) -> None:
     events.check_event(dataclasses.replace(changed, rank=0, node="host"), NODES)
     with pytest.raises(ProtocolError, match=f"Progress.{field}: expected only from rank 0"):
         events.check_event(changed, NODES)
+
+
+def test_every_link_of_two_runs_has_a_user_of_its_own_that_no_account_has() -> None:
+    ranks = (0, 1, json_codec.MAX_RANKS - 1)
+    users = [user_of_link(run_id, rank) for run_id in ("20261129-005452-257293", "run") for rank in ranks]
+    assert len(set(users)) == len(users)
+    assert all(FIRST_USER <= user < 1 << 31 for user in users)
+
+
+def test_leftovers_of_every_link_are_found_as_those_of_a_sandbox() -> None:
+    last = FIRST_USER + NUM_RUNS * json_codec.MAX_RANKS - 1
+    assert range(FIRST_USER, last + 1) == leftovers.SANDBOX_USERS
+    assert user_of_link("20261129-005452-257293", json_codec.MAX_RANKS - 1) in leftovers.SANDBOX_USERS
+
+
+def test_version_is_that_of_the_first_package_that_is_installed() -> None:
+    assert find_version("no-such-package", "numpy", "pip") == np.__version__
+    assert find_version("no-such-package") == ""
