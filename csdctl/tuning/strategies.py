@@ -14,8 +14,7 @@ from csdctl.perfmodel.spread import PRIOR_WEIGHT, Spread
 from csdctl.placement.equation1 import Placed, place_shards, steps_per_epoch
 from csdctl.tuning import measurements, search, stannis
 from csdctl.tuning.plan import DATA_PARALLEL, FEATURES, SPLIT, Strategy, StrategyPlan
-from csdctl.worker.protocol.model_info import CutInfo
-from csdctl.worker.protocol.probe import PartTimes
+from csdctl.worker.protocol.model_info import CutInfo, PartTimes
 from csdctl.worker.protocol.run_spec import SplitSpec
 
 MEASURED_BATCH = 32

@@ -33,7 +33,7 @@ REQUESTED = {
     "prepare": ("preparing", "ingest.prepare:prepare", "protocol.datasets:PrepareSpec"),
     "extract": ("running the model", "ingest.extract:extract", "protocol.features:ExtractSpec"),
     "gather": ("gathering features", "ingest.extract:gather", "protocol.features:GatherSpec"),
-    "parts": ("timing the model's parts", "compute.parts:time_parts", "protocol.probe:PartsSpec"),
+    "parts": ("timing the model's parts", "compute.parts:time_parts", "protocol.model_info:PartsSpec"),
     "look": ("inspecting the data", "ingest.prepare:look", "protocol.datasets:LookSpec"),
 }
 """Commands that read samples, which may be private: what they do, the function, the type of the request."""

@@ -29,8 +29,8 @@ from csdctl.worker.protocol.events import (
     event_to_line,
 )
 from csdctl.worker.protocol.json_codec import DATA, ERROR, Count, ProtocolError, Sha256, from_json, to_json
+from csdctl.worker.protocol.model_info import CutTimes, PartTimes
 from csdctl.worker.protocol.orders import Ping
-from csdctl.worker.protocol.probe import CutTimes, PartTimes
 from csdctl.worker.protocol.run_spec import RunSpec
 from csdctl.worker.protocol.sandbox import SandboxPolicy
 from csdctl.worker.tasks.callbacks import Decision

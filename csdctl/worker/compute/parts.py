@@ -16,7 +16,7 @@ from csdctl.worker.engine.split import SplitStep
 from csdctl.worker.engine.step import StepInfo
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.process.machine import measure_time
-from csdctl.worker.protocol.probe import CutTimes, PartsSpec, PartTimes
+from csdctl.worker.protocol.model_info import CutTimes, PartsSpec, PartTimes
 
 
 def time_parts(spec: PartsSpec, **_: Any) -> PartTimes:

@@ -2,18 +2,20 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 from csdctl.worker.protocol.datasets import DatasetInfo, Largest
-from csdctl.worker.protocol.json_codec import Count, Shape
+from csdctl.worker.protocol.json_codec import BatchSize, Between, Count, Seconds, Shape
 from csdctl.worker.protocol.recipe import Recipe
-from csdctl.worker.protocol.run_spec import DatasetSlice, UserCode
+from csdctl.worker.protocol.run_spec import DatasetSlice, Prefix, Runtime, UserCode
 
 BUILDER = "csdctl_builder"
 """Key of architecture.json for a model that a function of the user's builds on every rank: its BuildSpec."""
 
 SETTINGS = "csdctl_keras_settings"
 """Key of architecture.json for floatx, epsilon and image format of Keras on the host."""
+
+PartSeconds = Annotated[float, Between(0, 1e6)]
 
 
 @dataclass(frozen=True)
@@ -169,6 +171,49 @@ class ModelInfo:
     def input_shape(self) -> Shape:
         """The shape of the only input. () if there are several."""
         return self.inputs.get("", ())
+
+
+@dataclass(frozen=True)
+class PartsSpec:
+    """A request to time a model's parts with random samples. One line of standard input."""
+
+    architecture: str
+    weights: str
+    recipe: Recipe
+    runtime: Runtime
+    data: DatasetInfo
+    """The public data set: random samples of its shape and type are used."""
+    batch_size: BatchSize
+    cuts: tuple[str, ...] = ()
+    prefix: Prefix | None = None
+    """The frozen part whose output is computed ahead, if any."""
+    code: UserCode | None = None
+    min_duration_s: Seconds = 0.5
+
+
+@dataclass(frozen=True)
+class CutTimes:
+    """Seconds of the parts of a batch, with the model cut behind `layer`."""
+
+    layer: str
+    forward_s: PartSeconds
+    backward_s: PartSeconds
+    head_s: PartSeconds
+
+
+@dataclass(frozen=True)
+class PartTimes:
+    """Seconds that a batch takes."""
+
+    step_s: PartSeconds
+    """Forward and backward pass and the optimizer's step of the whole model."""
+    evaluation_s: PartSeconds
+    """Forward pass of the whole model, as for validation."""
+    features_s: PartSeconds
+    """The seconds of the frozen part, as features are computed; 0 if there is none."""
+    cuts: tuple[CutTimes, ...]
+    why_not: str = ""
+    """Why it cannot be divided at the others."""
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,7 @@ import json
 from dataclasses import dataclass
 
 from csdctl.worker.protocol import json_codec
-from csdctl.worker.protocol.json_codec import BatchSize, Count, PingNumber, RankNumber, ShortText
-from csdctl.worker.protocol.probe import ProbeRequest
+from csdctl.worker.protocol.json_codec import BatchSize, Count, NumSteps, RankNumber, Seconds, ShortText
 
 
 @dataclass(frozen=True)
@@ -30,6 +29,17 @@ class Begin(Order):
 @dataclass(frozen=True)
 class Stop(Order):
     """Finish the step, write a checkpoint if the run keeps any, and exit."""
+
+
+@dataclass(frozen=True)
+class ProbeRequest:
+    """Measure one batch size, for at least `min_steps` steps and `min_duration_s` seconds."""
+
+    batch_size: BatchSize
+    min_steps: NumSteps = 3
+    min_duration_s: Seconds = 1.0
+    warm_up_steps: Count = 2
+    """Steps before the measurement: the first step of a size allocates memory and selects kernels."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +72,7 @@ class TakeSteps(Order):
 class Ping(Order):
     """Reply with `Pong`."""
 
-    number: PingNumber
+    number: json_codec.PingNumber
 
 
 ORDERS: dict[str, type[Order]] = {kind.__name__: kind for kind in Order.__subclasses__()}

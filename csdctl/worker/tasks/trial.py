@@ -19,8 +19,7 @@ from csdctl.worker.engine.tensorflow_c import OUT_OF_MEMORY, TensorFlowError
 from csdctl.worker.group.communicator import Communicator
 from csdctl.worker.process.machine import measure_time, peak_memory_bytes
 from csdctl.worker.protocol.events import STOPPED, Probed, SumTimed
-from csdctl.worker.protocol.orders import Probe, TakeSteps, order_from_line, order_to_line
-from csdctl.worker.protocol.probe import ProbeRequest
+from csdctl.worker.protocol.orders import Probe, ProbeRequest, TakeSteps, order_from_line, order_to_line
 from csdctl.worker.tasks.progress import EpochTotals
 from csdctl.worker.tasks.split import Split
 from csdctl.worker.tasks.task import Task

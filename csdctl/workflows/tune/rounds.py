@@ -19,7 +19,7 @@ from csdctl.tuning.plan import RankPlan
 from csdctl.tuning.plan_choice import TunedFleet, choose_plan
 from csdctl.tuning.search import BestPlan, Limits
 from csdctl.worker.protocol.events import Probed, SumTimed
-from csdctl.worker.protocol.probe import ProbeRequest
+from csdctl.worker.protocol.orders import ProbeRequest
 from csdctl.workflows.preflight.links import measure_sums
 from csdctl.workflows.train.plan import default_runtime
 from csdctl.workflows.train.spec import RunContext

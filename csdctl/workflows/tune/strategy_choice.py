@@ -10,8 +10,7 @@ from csdctl.tuning import fleet_model, measurements, plan_choice, strategies
 from csdctl.tuning.plan import FEATURES, SPLIT, Plan, Strategy, StrategyPlan
 from csdctl.tuning.strategies import MEASURED_BATCH, Shares, StrategyForecast, Training, choose_strategy
 from csdctl.worker.protocol.features import FLOAT32
-from csdctl.worker.protocol.model_info import CutInfo
-from csdctl.worker.protocol.probe import PartsSpec, PartTimes
+from csdctl.worker.protocol.model_info import CutInfo, PartsSpec, PartTimes
 from csdctl.workflows.data.compile import as_prefix
 from csdctl.workflows.train.request import AUTO
 from csdctl.workflows.train.spec import RunContext

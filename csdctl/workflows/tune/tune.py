@@ -19,7 +19,7 @@ from csdctl.tuning.measurements import ProbeOutcome
 from csdctl.tuning.plan import DATA_PARALLEL, FEATURES, SPLIT, Plan, RankPlan, save_plan
 from csdctl.tuning.plan_choice import confirmed_prediction, predict_host_samples_per_s
 from csdctl.tuning.search import Limits, default_limits
-from csdctl.worker.protocol.probe import ProbeRequest
+from csdctl.worker.protocol.orders import ProbeRequest
 from csdctl.workflows.data.prepare import prepare_in
 from csdctl.workflows.train.plan import build_fingerprint, default_runtime
 from csdctl.workflows.train.request import AUTO, check_strategy

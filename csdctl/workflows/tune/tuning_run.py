@@ -28,8 +28,7 @@ from csdctl.supervision.run_setup import Patience
 from csdctl.tuning.fleet_model import TrialResult
 from csdctl.tuning.plan import RankPlan
 from csdctl.worker.protocol.events import EpochEnd, Event, Joined, Probed, SumTimed
-from csdctl.worker.protocol.orders import Order, Probe, Stop, TakeSteps, TrialShard
-from csdctl.worker.protocol.probe import ProbeRequest
+from csdctl.worker.protocol.orders import Order, Probe, ProbeRequest, Stop, TakeSteps, TrialShard
 from csdctl.worker.protocol.run_spec import TRIAL, TRIAL_SPLIT
 from csdctl.workflows.train import spec as specs
 from csdctl.workflows.train.request import TrainOptions

@@ -19,7 +19,7 @@ from csdctl.worker.group.communicator import Communicator
 from csdctl.worker.group.values import RankLostError, StepVoidError
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.datasets import SAMPLE_WEIGHT, DatasetInfo
-from csdctl.worker.protocol.probe import PartsSpec
+from csdctl.worker.protocol.model_info import PartsSpec
 from csdctl.worker.protocol.recipe import LossTerm, Recipe
 from csdctl.worker.protocol.run_spec import Prefix, Runtime
 from csdctl.worker.tasks.split import Exchange

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from csdctl.standalone import leftovers
-from csdctl.worker.protocol import datasets, events, json_codec, orders, probe
+from csdctl.worker.protocol import datasets, events, json_codec, model_info, orders
 from csdctl.worker.protocol.json_codec import SCHEMA, ProtocolError, from_json, to_json
 from csdctl.worker.protocol.model_info import ModelInfo
 from csdctl.worker.protocol.packages import find_version
@@ -87,7 +87,7 @@ ORDER_EXAMPLES = [
     orders.OpenHub("key"),
     orders.Begin((0, 2)),
     orders.Stop(),
-    orders.Probe({"1": probe.ProbeRequest(32)}),
+    orders.Probe({"1": orders.ProbeRequest(32)}),
     orders.TakeSteps((orders.TrialShard(32, 16, 10, 22), orders.TrialShard(4, None, 0, 4))),
     orders.Ping(4),
 ]
@@ -98,7 +98,7 @@ MESSAGES: list[Any] = [
     *events.EVENTS.values(),
     *orders.ORDERS.values(),
     *(datasets.DatasetInfo, datasets.PrepareProgress, datasets.PrepareSpec),
-    *(ModelInfo, RunSpec, probe.ProbeRequest, probe.PartsSpec, probe.PartTimes),
+    *(ModelInfo, RunSpec, orders.ProbeRequest, model_info.PartsSpec, model_info.PartTimes),
 ]
 
 

@@ -9,7 +9,7 @@ import pytest
 from csdctl.worker.data.prepared import SyntheticReader
 from csdctl.worker.engine.tensorflow_c import OUT_OF_MEMORY, TensorFlowError
 from csdctl.worker.protocol.datasets import DatasetInfo
-from csdctl.worker.protocol.probe import ProbeRequest
+from csdctl.worker.protocol.orders import ProbeRequest
 from csdctl.worker.protocol.recipe import Recipe
 from csdctl.worker.protocol.run_spec import CompiledStep, RankSpec, RunSpec, Runtime
 from csdctl.worker.tasks.progress import Reporter, RunProgress

@@ -19,7 +19,7 @@ from csdctl.tuning.plan_choice import TunedFleet
 from csdctl.tuning.search import Limits
 from csdctl.tuning.stannis import TuningError
 from csdctl.worker.protocol.events import Probed, SumTimed
-from csdctl.worker.protocol.probe import ProbeRequest
+from csdctl.worker.protocol.orders import ProbeRequest
 from csdctl.workflows.tune import rounds
 from csdctl.workflows.tune import tune as tune_module
 from csdctl.workflows.tune.rounds import MAX_OOM_RETRIES, SUM_BYTES, FitTuner, FleetMeasurer

@@ -9,8 +9,7 @@ from csdctl.tuning.fleet_model import TrialResult
 from csdctl.tuning.measurements import ForecastErrors
 from csdctl.tuning.plan import DATA_PARALLEL, SPLIT, Plan, load_plan, save_plan
 from csdctl.tuning.plan_choice import confirmed_prediction
-from csdctl.worker.protocol.model_info import CutInfo
-from csdctl.worker.protocol.probe import CutTimes, PartTimes
+from csdctl.worker.protocol.model_info import CutInfo, CutTimes, PartTimes
 from csdctl.workflows.tune import strategy_choice
 from csdctl.workflows.tune.strategy_choice import StrategyChooser
 from tests.unit.workflows.measured_project import MeasuredProject, prepared, run_context, workspace

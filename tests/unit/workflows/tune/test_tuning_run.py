@@ -11,8 +11,7 @@ from csdctl.fleet.model import HOST_NAME
 from csdctl.job.model import PrivateData
 from csdctl.tuning.plan import RankPlan
 from csdctl.worker.protocol.events import EpochEnd, Event, Joined, Probed, Progress, SumTimed
-from csdctl.worker.protocol.orders import Order, Probe, TakeSteps
-from csdctl.worker.protocol.probe import ProbeRequest
+from csdctl.worker.protocol.orders import Order, Probe, ProbeRequest, TakeSteps
 from csdctl.worker.protocol.recipe import Noise
 from csdctl.worker.protocol.run_spec import RunSpec
 from csdctl.workflows.tune import tuning_run
