@@ -1,4 +1,4 @@
-"""What `clean` finds on a machine and removes there, on a local session with real files and processes."""
+"""What `clean` finds and removes on a machine, with real files and processes, and what ends by itself."""
 
 import contextlib
 import fcntl
@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from csdctl.emulation.limits import FLEET_VARIABLE, list_marked
 from csdctl.fleet.model import Fleet, Node
 from csdctl.launch.leftovers import (
     CleanupOptions,
@@ -22,8 +23,11 @@ from csdctl.launch.leftovers import (
 )
 from csdctl.runs.directory import ProjectDirectory
 from csdctl.standalone.leftovers import scratch_directories, step_files
+from csdctl.transport.commands import build_child_command
 from csdctl.transport.local import LocalSession
 from csdctl.worker.protocol.run_spec import COPIES
+from tests.patience import eventually
+from tests.started_programs import start_and_kill
 from tests.unit.transport.test_session_contract import is_alive
 
 RUN = f"20260101-000000-{os.getpid() % 1_000_000:06d}"
@@ -219,3 +223,25 @@ def test_files_of_killed_sandboxes_are_removed_and_with_everything_the_state_tha
     finally:
         for path in patterns:
             path.unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize(
+    ("command", "parent", "code", "output", "error"),
+    [
+        (["sh", "-c", "echo out; echo err >&2; exit 7"], os.getpid(), 7, b"out\n", b"err\n"),
+        (["no-such"], os.getpid(), 1, b"", b"no-such cannot be run: No such file or directory\n"),
+        (["true"], 2**22 + 1, 1, b"", b"the process that started this program has ended\n"),
+    ],
+    ids=["its own", "not found", "no parent"],
+)
+def test_output_and_exit_code_are_those_of_the_program(
+    command: list[str], parent: int, code: int, output: bytes, error: bytes
+) -> None:
+    done = subprocess.run(build_child_command(command, parent), capture_output=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (code, output, error)
+
+
+def test_programs_on_the_host_end_when_csdctl_is_killed(tmp_path: Path) -> None:
+    mark = str(tmp_path)
+    start_and_kill(str(tmp_path), **{FLEET_VARIABLE: mark})
+    assert eventually(lambda: not list_marked(mark))

@@ -1,3 +1,5 @@
+"""Many machines at once, and the bytes on their links."""
+
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -8,6 +10,7 @@ import pytest
 from csdctl.errors import CsdctlError, HostKeyError, NodeError, UnreachableError
 from csdctl.fleet.model import Fleet, Node
 from csdctl.transport.many import Outcome, open_sessions, run_on_all, run_on_nodes
+from csdctl.transport.meter import Meter, TrafficClass, add_up
 from csdctl.transport.ssh import connect
 from tests.patience import WAIT_S, eventually, scaled
 from tests.unit.transport.test_session_contract import is_alive
@@ -84,3 +87,36 @@ def test_closing_a_session_ends_a_command_that_another_thread_is_starting(
     assert not pid_file.exists() or eventually(lambda: not is_alive(int(pid_file.read_text() or "0")))
     with pytest.raises(UnreachableError, match="closed"):
         session.run(["true"])
+
+
+GATE = Node("gate", "10.0.0.1")
+INNER = Node("inner", "10.1.0.1", jump=GATE)
+FAR = Node("far", "10.2.0.9", jump=INNER)
+
+
+def meter(sent: int, received: int, **noted: int) -> Meter:
+    meter = Meter()
+    meter.num_sent, meter.num_received = sent, received
+    for kind, count in noted.items():
+        meter.record(TrafficClass(kind), sent=count)
+    return meter
+
+
+def test_bytes_through_a_jump_host_count_once_per_link() -> None:
+    """And connections to one machine add up."""
+    behind = Node("csd1", "10.1.0.2", jump=GATE)
+    added = add_up([(GATE, meter(150, 50)), (GATE, meter(0, 10)), (behind, meter(100, 40, code=70))])
+    assert added == {
+        ("host", "gate", TrafficClass.CODE): 70,
+        ("host", "gate", TrafficClass.CONTROL): 80,
+        ("gate", "host", TrafficClass.CONTROL): 60,
+        ("gate", "csd1", TrafficClass.CODE): 70,
+        ("gate", "csd1", TrafficClass.CONTROL): 30,
+        ("csd1", "gate", TrafficClass.CONTROL): 40,
+    }
+    nested = add_up([(GATE, meter(200, 0)), (INNER, meter(150, 0)), (FAR, meter(100, 0))])
+    assert nested == {
+        ("host", "gate", TrafficClass.CONTROL): 200,
+        ("gate", "inner", TrafficClass.CONTROL): 150,
+        ("inner", "far", TrafficClass.CONTROL): 100,
+    }
