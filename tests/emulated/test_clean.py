@@ -1,6 +1,5 @@
 """`csdctl clean`, `--failed-from` and `csdctl trust` on an emulated fleet, with real processes and keys."""
 
-import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -111,15 +110,3 @@ def test_unknown_keys_are_refused_until_the_user_accepts_them(unknown: Path) -> 
     node = load_fleet(unknown / "fleet.yaml").node("csd0")
     assert known_hosts.read_text().startswith(f"[{node.address}]:{node.port} ssh-ed25519 ")
     assert "2 keys already accepted" in succeed(unknown, "trust").stdout
-
-
-def test_machine_that_cannot_be_asked_is_named_beside_the_keys_of_the_others(unknown: Path) -> None:
-    node = load_fleet(unknown / "fleet.yaml").node("csd1")
-    text = (unknown / "fleet.yaml").read_text()
-    (unknown / "fleet.yaml").write_text(text.replace(f"port: {node.port}", "port: 1"))
-    for options in (("--dry-run",), ("--yes",)):
-        done = csdctl(unknown, "trust", *options, "--json")
-        assert done.returncode == 3
-        answer = json.loads(done.stdout)
-        assert answer["machines"]["csd0"]["fingerprint"].startswith("SHA256:")
-        assert list(answer["failed"]) == ["csd1"]

@@ -1,7 +1,6 @@
 """Limits of machines and faults of links are named with node, value and cost, by doctor and by a run."""
 
 import re
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -60,22 +59,3 @@ def test_limits_that_suffice_and_low_soft_limits_stop_nothing_and_mpirun_says_no
     assert not [
         log for log in project.path.glob(".csdctl/runs/*/logs/rank-*.log") if "link: " in log.read_text()
     ]
-
-
-@pytest.mark.first(1)
-@pytest.mark.parametrize("place", ["lib/python*/site-packages/tensorflow", "bin", ".."])
-def test_python_on_a_file_system_mounted_noexec_is_named_with_the_mount_point(
-    project: Project, job: Path, place: str
-) -> None:
-    (mounted,) = Path(sys.prefix).glob(place) if place != ".." else [Path(sys.base_prefix).resolve()]
-    with node_with(project, "") as node:
-        node.run("mount", "-o", "remount,nosuid,bind", "/root")
-        assert project.csdctl("doctor").returncode == 0
-        node.run("mount", "--bind", str(mounted), str(mounted))
-        node.run("mount", "-o", "remount,noexec,bind", str(mounted))
-        examined = project.csdctl("doctor")
-        trained = project.csdctl("train", str(job), *TRAIN)
-    assert f"red: limited: Python: {mounted} is mounted noexec" in examined.stdout
-    assert trained.returncode == 1
-    assert re.search(rf"mounted noexec: {mounted}|{mounted} is mounted noexec", trained.stderr)
-    assert "remount,exec" in trained.stderr
