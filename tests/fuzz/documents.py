@@ -25,16 +25,7 @@ from csdctl.terminal.console import PrintableConsole
 from csdctl.terminal.report import render_report
 from csdctl.terminal.streams import document, format_json
 from csdctl.tuning.plan import Plan, Predicted, load_plan, save_plan
-from csdctl.worker.protocol.events import (
-    EpochEnd,
-    Failed,
-    Finished,
-    Joined,
-    NodeLost,
-    Progress,
-    Ready,
-    Traffic,
-)
+from csdctl.worker.protocol import events as protocol
 from csdctl.worker.protocol.json_codec import to_json
 from csdctl.worker.protocol.recipe import Noise, Recipe
 from csdctl.worker.protocol.run_spec import DatasetSlice, RankSpec, RunSpec, Runtime
@@ -177,17 +168,18 @@ def _event_seeds() -> list[bytes]:
     with tempfile.TemporaryDirectory() as directory:
         log = EventLog(run := RunDirectory(Path(directory)))
         for rank, node in enumerate(NODES):
-            log.append(1000.5, Ready(rank, node, 100))
-            log.append(1001, Progress(rank, node, 1, 2, 2, 8, 0.5, 0.1, 0.6))
-        log.append(1000.7, Joined(0, "host", 1, 0, 10, 0, {"0": 4, "1": 4, "2": 4}, is_start=True))
+            log.append(1000.5, protocol.Ready(rank, node, 100))
+            log.append(1001, protocol.Progress(rank, node, 1, 2, 2, 8, 0.5, 0.1, 0.6))
+        log.append(1000.7, protocol.Joined(0, "host", 1, 0, 10, 0, {"0": 4, "1": 4, "2": 4}, is_start=True))
         log.append(
-            1002, Joined(0, "host", 1, 5, 10, 5, {"0": 4, "1": 4}, False, ((2, "it is gone"),), 20, 60)
+            1002,
+            protocol.Joined(0, "host", 1, 5, 10, 5, {"0": 4, "1": 4}, False, ((2, "it is gone"),), 20, 60),
         )
-        log.append(1002, NodeLost(2, "csd1", "it is gone", "look there"))
-        log.append(1003, EpochEnd(0, "host", 1, 10, 40, 1.0, 0.1, 1.1, "0" * 64, 80, 1.5, 0.5))
-        log.append(1004, Traffic(0, "host", ()))
-        log.append(1005, Failed(1, "csd0", "out of memory", "use less"))
-        log.append(1006, Finished(0, "host", 1, 10, "0" * 64, 1 << 30, "model.keras"))
+        log.append(1002, protocol.NodeLost(2, "csd1", "it is gone", "look there"))
+        log.append(1003, protocol.EpochEnd(0, "host", 1, 10, 40, 1.0, 0.1, 1.1, "0" * 64, 80, 1.5, 0.5))
+        log.append(1004, protocol.Traffic(0, "host", ()))
+        log.append(1005, protocol.Failed(1, "csd0", "out of memory", "use less"))
+        log.append(1006, protocol.Finished(0, "host", 1, 10, "0" * 64, 1 << 30, "model.keras"))
         log.close()
         return [run.events.read_bytes()]
 

@@ -16,18 +16,7 @@ from csdctl.supervision.rank_processes import EventValidator
 from csdctl.transport.program import ReportedError, decode_frame
 from csdctl.worker.group.hub import Lost
 from csdctl.worker.group.values import decode_value, encode_value
-from csdctl.worker.protocol.events import (
-    EVENTS,
-    EpochEnd,
-    Event,
-    Finished,
-    Joined,
-    Pong,
-    Progress,
-    Ready,
-    event_from_line,
-    event_to_line,
-)
+from csdctl.worker.protocol import events as protocol
 from csdctl.worker.protocol.json_codec import DATA, ERROR, Count, ProtocolError, Sha256, from_json, to_json
 from csdctl.worker.protocol.model_info import CutTimes, PartTimes
 from csdctl.worker.protocol.orders import Ping
@@ -67,7 +56,7 @@ def _live_events(content: bytes, directory: Path) -> None:
     clock = count()
     conducts: dict[int, EventValidator] = {}
     for line in _lines(content):
-        event = event_from_line(line)
+        event = protocol.event_from_line(line)
         if event is None:
             continue
         rank = event.rank % len(NODES)
@@ -75,29 +64,29 @@ def _live_events(content: bytes, directory: Path) -> None:
             conducts[rank] = EventValidator(rank, NODES, num_epochs=3)
             conducts[rank].note_order(Ping(7))
         conducts[rank].check(event, len(line), float(next(clock)))
-        event_to_line(event)
+        protocol.event_to_line(event)
 
 
 def _live_event_seeds() -> list[bytes]:
-    events: list[Event] = []
+    joined = protocol.Joined(0, "host", 1, 0, 10, 0, {"0": 4, "1": 4, "2": 4}, is_start=True)
+    events: list[protocol.Event] = []
     for rank, node in enumerate(NODES):
-        is_root = rank == 0
+        events += [protocol.Ready(rank, node, 100), *([] if rank else [joined])]
+        of_all = () if rank else (80, 1.5, 0.5)
         events += [
-            Ready(rank, node, 100),
-            *([Joined(0, node, 1, 0, 10, 0, {"0": 4, "1": 4, "2": 4}, is_start=True)] if is_root else []),
-            Progress(rank, node, 1, 2, 2, 8, 0.5, 0.1, 0.6, *((24, 1.5, 0.5) if is_root else ())),
-            EpochEnd(rank, node, 1, 10, 40, 1.0, 0.1, 1.1, "0" * 64, *((80, 1.5, 0.5) if is_root else ())),
-            Pong(rank, node, 7),
-            Finished(rank, node, 1, 10, "0" * 64, 1 << 30),
+            protocol.Progress(rank, node, 1, 2, 2, 8, 0.5, 0.1, 0.6, *of_all),
+            protocol.EpochEnd(rank, node, 1, 10, 40, 1.0, 0.1, 1.1, "0" * 64, *of_all),
+            protocol.Pong(rank, node, 7),
+            protocol.Finished(rank, node, 1, 10, "0" * 64, 1 << 30),
         ]
-    one_of_each = [_simplest(EVENTS[name]) for name in sorted(EVENTS)]
+    one_of_each = [_simplest(protocol.EVENTS[name]) for name in sorted(protocol.EVENTS)]
     return [
-        "\n".join(map(event_to_line, events)).encode(),
-        *(event_to_line(event).encode() for event in one_of_each),
+        "\n".join(map(protocol.event_to_line, events)).encode(),
+        *(protocol.event_to_line(event).encode() for event in one_of_each),
     ]
 
 
-def _simplest(event_type: type[Event]) -> Event:
+def _simplest(event_type: type[protocol.Event]) -> protocol.Event:
     """Return an event whose required fields have some valid value."""
     plain: dict[Any, Any] = {int: 1, float: 0.5, str: "host", tuple: (), dict: {"0": 4}}
     hints = typing.get_type_hints(event_type)
