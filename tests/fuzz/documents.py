@@ -149,7 +149,8 @@ def run_spec() -> RunSpec:
 def _stored_events(content: bytes, directory: Path) -> None:
     run = RunDirectory(directory / "run")
     _in_file(content, run.events)
-    manifest = manifest_of(NODES)
+    run.save_manifest(manifest_of(NODES))
+    manifest = run.read_manifest()
     events = run.read_events(NODES)
     series = SeriesBuilder(NODES)
     follower = RunFollower(len(NODES))
