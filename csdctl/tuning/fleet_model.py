@@ -373,9 +373,13 @@ def recall_class(blank: ClassModel, probes: Sequence[measured.ProbeMeasurement])
     probes = [probe for probe in probes if probe.settings == blank.settings]
     recalled = blank.with_probes([probe for probe in probes if not probe.is_from_trial])
     recalled = replace(recalled, num_new_probes=0)
-    # An interrupted tuning has probes but no trial.
-    newest = recall_in_step(probes, fit_step_time(recalled.points)) if recalled.points else None
-    return recalled.with_trial(*newest) if newest else recalled
+    tried = [probe for probe in probes if probe.is_from_trial]
+    if not recalled.points or not tried:  # an interrupted tuning has probes but no trial
+        return recalled
+    newest = [probe for probe in tried if probe.measured_at == max(probe.measured_at for probe in tried)]
+    step_time = fit_step_time(recalled.points)
+    ratios = [(probe.step_time_s or 0.0) / step_time.at(probe.batch_size) for probe in newest]
+    return recalled.with_trial(max(probe.batch_size for probe in newest), median(ratios))
 
 
 def recall_overhead(trials: Sequence[measured.TrialMeasurement], model: FleetModel) -> float | None:
@@ -392,18 +396,3 @@ def recall_overhead(trials: Sequence[measured.TrialMeasurement], model: FleetMod
         return None
     ranks = [(model.classes[name].step_time(), size) for name, size in sizes]
     return calibrate_overhead(ranks, trial.step_s, model.sum_s(len(trial.ranks)))
-
-
-def recall_in_step(
-    probes: Sequence[measured.ProbeMeasurement], step_time: StepTime
-) -> tuple[int, float] | None:
-    """Return a batch size of the newest trial and its time relative to `step_time`. None without a trial."""
-    ratios: dict[float, list[tuple[int, float]]] = defaultdict(list)
-    for probe in probes:
-        if probe.is_from_trial and probe.step_time_s is not None:
-            ratio = probe.step_time_s / step_time.at(probe.batch_size)
-            ratios[probe.measured_at].append((probe.batch_size, ratio))
-    if not ratios:
-        return None
-    newest = ratios[max(ratios)]
-    return max(size for size, _ in newest), median(ratio for _, ratio in newest)

@@ -25,7 +25,6 @@ from csdctl.worker.protocol.json_codec import ProtocolError, from_json, to_json
 from csdctl.worker.protocol.recipe import Noise
 from csdctl.worker.protocol.run_spec import COPIES, DatasetSlice, RunSpec
 from csdctl.workflows.data.files import whole
-from csdctl.workflows.data.prepare import Prepared
 from csdctl.workflows.train.spec import RunContext, fingerprint_data
 
 FORMER_HOST = "former-host"
@@ -82,22 +81,29 @@ def is_complete(run: RunDirectory, job: Job) -> bool:
 
 def check_data(run: RunDirectory, spec: RunSpec, manifest: Manifest, context: RunContext) -> None:
     """Raise InputError if the run's data, recipe or noise has changed. More epochs are allowed."""
-    prepared = context.prepared
+    job, prepared, now = context.job, context.prepared, fingerprint_data(context.prepared)
     planned = {rank.node for rank in manifest.plan.ranks}
-    now = fingerprint_data(prepared)
     private = {name: digest for name, digest in now["private"].items() if name in planned}
     is_private_same = private == {name: manifest.data.private.get(name) for name in private}
     # On another server, or copied, the same samples have another path or time.
     is_public_same = now["public"] == manifest.data.public or _is_content(spec.public, whole(prepared.public))
+    num_placed, num_public = manifest.placed[-1].public_stop, prepared.public.num_samples
+    problem, remedy = "", f"undo the change (epochs may be raised), or {NEW_RUN}"
     if not is_public_same or not is_private_same:
-        raise InputError(f"the data of run {run.run_id} has changed since it began", remedy=NEW_RUN)
-    _check_job(run, spec, context.job, prepared)
-    if manifest.placed[-1].public_stop != prepared.public.num_samples:
-        raise InputError(
-            f"{run.manifest}: `placed` divides {manifest.placed[-1].public_stop} public samples, "
-            f"there are {prepared.public.num_samples}",
-            remedy=NEW_RUN,
-        )
+        problem, remedy = f"the data of run {run.run_id} has changed since it began", NEW_RUN
+    elif job.recipe.epochs < spec.recipe.epochs:
+        problem = f"{job.path} has {job.recipe.epochs} epochs, run {run.run_id} has {spec.recipe.epochs}"
+    elif spec.recipe != dataclasses.replace(prepared.recipe, epochs=spec.recipe.epochs):
+        problem = f"the recipe of {job.path} has changed since run {run.run_id} began"
+    elif spec.noise != job.noise:
+        now_and_then = _describe(job.noise), f"that of run {run.run_id} {_describe(spec.noise)}"
+        problem = f"data.private.noise of {job.path} is {', '.join(now_and_then)}"
+        remedy = f"undo the change, or {NEW_RUN}"
+    elif num_placed != num_public:
+        problem = f"{run.manifest}: `placed` divides {num_placed} public samples, there are {num_public}"
+        remedy = NEW_RUN
+    if problem:
+        raise InputError(problem, remedy=remedy)
 
 
 def check_same(run: RunDirectory, before: RunSpec, now: RunSpec) -> None:
@@ -144,22 +150,6 @@ def load_spec(run: RunDirectory) -> RunSpec:
         return from_json(RunSpec, load_text(run.spec, max_bytes=MAX_JSON_BYTES, remedy=NEW_RUN))
     except ProtocolError as error:
         raise InputError(f"{run.spec}: {error}", remedy=NEW_RUN) from None
-
-
-def _check_job(run: RunDirectory, spec: RunSpec, job: Job, prepared: Prepared) -> None:
-    """Raise InputError when recipe or noise has changed. More epochs are allowed."""
-    if job.recipe.epochs < spec.recipe.epochs:
-        problem = f"{job.path} has {job.recipe.epochs} epochs, run {run.run_id} has {spec.recipe.epochs}"
-        raise InputError(problem, remedy=f"undo the change (epochs may be raised), or {NEW_RUN}")
-    if spec.recipe != dataclasses.replace(prepared.recipe, epochs=spec.recipe.epochs):
-        problem = f"the recipe of {job.path} has changed since run {run.run_id} began"
-        raise InputError(problem, remedy=f"undo the change (epochs may be raised), or {NEW_RUN}")
-    if spec.noise != job.noise:
-        raise InputError(
-            f"data.private.noise of {job.path} is {_describe(job.noise)}, "
-            f"that of run {run.run_id} {_describe(spec.noise)}",
-            remedy=f"undo the change, or {NEW_RUN}",
-        )
 
 
 def _describe(noise: Noise | None) -> str:

@@ -133,15 +133,6 @@ class TestFromMeasurementsAlone:
         assert answer.basis.fleet.overhead_factor == pytest.approx(OVERHEAD_FACTOR)
         assert answer.basis.source == "measured"
 
-    def test_every_figure_has_an_origin(self, measured: MeasuredProject) -> None:
-        origins = basis_of(measured).origins
-        assert origins["speeds"] == "measured: 10 probes and trials of MobileNetV2 on machines like these"
-        assert origins["sum"].startswith("measured: a line fitted to 6 sums over 2 to 3 ranks")
-        assert origins["samples"] == "60,000 public, as last prepared"
-        assert "plan" not in origins
-        assert ask(measured).num_samples == 3 * 60_000
-        assert ask(measured, num_samples=10, epochs=1).num_samples == 10
-
     def test_no_node_with_private_data_is_left_out(self, tmp_path: Path) -> None:
         private = measured_project.make_project(tmp_path, is_private=True)
         measured_project.remember_probes(private)
