@@ -1,22 +1,7 @@
-"""All errors of csdctl as one tree, with their exit codes.
+"""All errors of csdctl, with their exit codes. docs/reference/python.md has them as a table.
 
-CsdctlError                 1  something failed
-├── InputError              2  a file or an option of the user cannot be used
-│   └── TuningError         2  no plan is possible (tuning/stannis.py)
-├── PartialError            3  succeeded on some nodes only
-├── NodeError               1  an operation failed on one node
-│   ├── UnreachableError    4  no connection: closed port, no response, network
-│   │   └── JumpHostError   4  the jump host of a node cannot be used
-│   ├── HostKeyError        4  the host key of a node is unknown or has changed
-│   ├── AuthenticationError 4  the node does not accept the user's key
-│   └── RemoteCommandError  1  a command on a node failed
-├── NoNodeReachableError    4  no node could be reached
-├── DeadlineError           5  an operation exceeded its deadline
-└── RunError                1  a training run failed
-    └── OutOfMemoryError    1  a rank was killed, most likely because memory was exhausted
-
-A message says what was received, what was expected and what to do about it. `node` names the
-machine. The command line prints message and remedy, and a traceback only with `-vv`.
+A message says what was received, what was expected and what to do about it. The command line prints message
+and remedy, and a traceback only with `-vv`.
 """
 
 from collections.abc import Callable, Iterator
