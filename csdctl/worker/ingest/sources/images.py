@@ -62,7 +62,7 @@ def upright_size(image: Any) -> tuple[int, int]:
     """Return height and width of Pillow's image, as it is seen."""
     width, height = image.size
     with suppress(Exception):  # damage of the EXIF data does not matter
-        if 5 <= image.getexif().get(ORIENTATION, 1) <= 8:
+        if image.format == "JPEG" and 5 <= image.getexif().get(ORIENTATION, 1) <= 8:
             return width, height
     return height, width
 
