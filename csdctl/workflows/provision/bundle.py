@@ -68,15 +68,7 @@ PACKAGES = (
     *("liblzma5", "libuuid1", "libcrypt1", "libsqlite3-0"),
 )
 _LOADERS = {"x86_64": "ld-linux-x86-64.so.2", "aarch64": "ld-linux-aarch64.so.1"}
-_UNUSED = (
-    *("usr/share", "usr/lib/*/gconv", "usr/lib/*/audit", "usr/lib/*/perl*", "etc", "sbin"),
-    *(
-        f"usr/lib/python{SENT_PYTHON}/{name}"
-        for name in ("lib2to3", "test", "idlelib", "tkinter", "pydoc_data")
-    ),
-    *(f"usr/lib/python{SENT_PYTHON}/lib-dynload/{name}*" for name in ("nis", "readline", "_curses", "_dbm")),
-)
-ARCHIVE_VERSION = 2
+ARCHIVE_VERSION = 3
 
 
 def run_program(
@@ -344,8 +336,6 @@ def build_python(architecture: str, prefix: str, work: Path, archive: Path) -> t
     tree = work / "tree"
     for name in packages:
         run_program(["dpkg-deb", "--extract", str(work / "debs" / name), str(tree)], "unpacking Python")
-    for path in (path for pattern in _UNUSED for path in tree.glob(pattern)):
-        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
     _bind_to(tree, architecture, python_directory(prefix, digest))
     return digest, _pack(tree, archive)
 
@@ -395,12 +385,9 @@ def _pack(tree: Path, archive: Path) -> int:
         entry.mode &= 0o755
         return entry
 
-    names = sorted(path.relative_to(tree) for path in tree.rglob("*"))
     with (
-        archive.open("wb") as raw,
-        gzip.GzipFile("", "wb", 6, raw, mtime=0) as packed,
+        gzip.GzipFile(archive, "wb", 6, mtime=0) as packed,
         tarfile.open(fileobj=packed, mode="w", format=tarfile.GNU_FORMAT) as tar,
     ):
-        for name in names:
-            tar.add(tree / name, str(name), recursive=False, filter=normalize)
+        tar.add(tree, ".", filter=normalize)  # in alphabetical order
     return sum(path.stat().st_size for path in tree.rglob("*") if path.is_file() and not path.is_symlink())
