@@ -199,14 +199,14 @@ def _resolve(
     if len(passed) > MAX_HOPS:
         raise ValueError(f"{passed[0]} is behind more than {MAX_HOPS} jump hosts")
     is_name = hop.address in machines and not hop.user and not hop.port
-    address = Node(
-        hop.name,
-        hop.address,
+    address = replace(
+        hop,
         port=hop.port or 22,
         user=hop.user or defaults.user,
         key=defaults.key,
         other_keys=defaults.other_keys,
         offers_agent=defaults.offers_agent,
+        jump=None,
     )
     machine = machines[hop.address] if is_name else address
     # As with ssh -J, only the first hop of a chain uses its own `jump`.

@@ -4,7 +4,6 @@ import fnmatch
 import ipaddress
 import re
 import sys
-from collections import defaultdict
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -35,6 +34,7 @@ from csdctl.fleet.names import (
     count_range,
     expand_range,
     format_node_names,
+    names_by_value,
     range_ends,
 )
 from csdctl.worker.protocol.run_spec import AUTO, CPU, Device
@@ -465,18 +465,16 @@ class Problem:
 def fold_problems(failed: Mapping[str, CsdctlError], fleet: Fleet) -> list[Problem]:
     """Group the errors of `failed`. Messages that differ only in the node's address are one problem."""
     addresses = {node.name: node.address for node in fleet.nodes}
-    grouped: dict[tuple[type, str], list[str]] = defaultdict(list)
-    for name, error in failed.items():
-        address = addresses.get(name)
-        template = error.message.replace(address, _ADDRESS_MARK) if address else error.message
-        grouped[type(error), template].append(name)
+    templates = {
+        name: error.message.replace(addresses.get(name) or _ADDRESS_MARK, _ADDRESS_MARK)
+        for name, error in failed.items()
+    }
     problems = []
-    for (_, template), names in grouped.items():
+    kinds = names_by_value((name, (type(failed[name]), template)) for name, template in templates.items())
+    for (_, template), names in kinds.items():
         remedy = failed[names[0]].remedy
         if len({failed[name].remedy for name in names}) > 1:
             remedy += f" (shown for {names[0]})"
-        message = template.replace(
-            _ADDRESS_MARK, format_node_names(addresses.get(name, "") for name in names)
-        )
-        problems.append(Problem(tuple(names), message, remedy))
+        shown = format_node_names(addresses.get(name, "") for name in names)
+        problems.append(Problem(tuple(names), template.replace(_ADDRESS_MARK, shown), remedy))
     return problems
