@@ -206,7 +206,6 @@ def _resolve(
         key=defaults.key,
         other_keys=defaults.other_keys,
         offers_agent=defaults.offers_agent,
-        jump=None,
     )
     machine = machines[hop.address] if is_name else address
     # As with ssh -J, only the first hop of a chain uses its own `jump`.

@@ -47,13 +47,11 @@ class Target:
 def list_aliases(path: Path) -> list[str]:
     """Return every literal name of the Host lines of `path` and included files. Raises InputError."""
     aliases: dict[str, None] = {}
-    pending, num_read = [path], 0
-    while pending:
-        file, num_read = pending.pop(0), num_read + 1
-        if num_read > _MAX_FILES:
+    files = [path]
+    for file in files:  # grows during the iteration
+        if len(files) > _MAX_FILES:
             raise InputError(f"{path}: more than {_MAX_FILES} included files")
         text = load_text(file, remedy="pass the file that ssh uses", errors="replace")
-        included: list[Path] = []
         for number, line in enumerate(split_lines(text, str(file)), start=1):
             match = re.fullmatch(r"\s*(host|include)(?:\s*=\s*|\s+)(.*\S)\s*", line, re.IGNORECASE)
             if not match:
@@ -64,10 +62,10 @@ def list_aliases(path: Path) -> list[str]:
                 raise InputError(f"{file}:{number}: {error}") from None
             if match[1].lower() == "host":
                 aliases |= dict.fromkeys(word for word in words if not re.search(r"[*?!]", word))
-            else:
-                patterns = [Path.home() / ".ssh" / os.path.expanduser(word) for word in words]
-                included += [Path(name) for pattern in patterns for name in sorted(glob.glob(str(pattern)))]
-        pending = included + pending
+                continue
+            for word in words:
+                pattern = Path.home() / ".ssh" / os.path.expanduser(word)
+                files += [Path(name) for name in sorted(glob.glob(str(pattern)))]
     if not aliases:
         remedy = "patterns such as `Host csd*` do not name a machine"
         raise InputError(f"{path} has no Host line with a name", remedy=remedy)

@@ -13,7 +13,7 @@ import tempfile
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import csdctl
@@ -237,21 +237,14 @@ def provision(
         raise InputError(f"{fleet.path} is an emulated fleet", remedy="its nodes use this machine's Python")
     if not request.sends_only:
         find_ansible()
-    machines = _look(fleet, request.prefix, directory, installs=not request.sends_only)
+    machines = _look(request, fleet, directory)
     kinds = dict.fromkeys(outcome.value.kind for outcome in machines.values() if outcome.value)
     contents = {kind: read_bundle(collect_bundle(request, kind, say)) for kind in kinds}
     failed = errors_of(machines)
 
     def send(session: Session) -> Sent:
         machine = machines[session.name].get()
-        return send_bundle(
-            session,
-            machine,
-            contents[machine.kind],
-            request.prefix,
-            dry_run=request.is_dry_run,
-            on_progress=on_progress,
-        )
+        return send_bundle(request, session, machine, contents[machine.kind], on_progress)
 
     sent: dict[str, Outcome[Sent]] = {}
     if len(failed) < len(machines):
@@ -290,9 +283,9 @@ def uninstall(
     }
 
 
-def _look(
-    fleet: Fleet, prefix: str, directory: Path, *, installs: bool
-) -> dict[str, Outcome[bare.BareMachine]]:
+def _look(request: ProvisionRequest, fleet: Fleet, directory: Path) -> dict[str, Outcome[bare.BareMachine]]:
+    installs, prefix = not request.sends_only, request.prefix
+
     def look(session: Session) -> bare.BareMachine:
         user = fleet.node(session.name).user
         probe = bare.build_probe(prefix, user if installs and user != "root" else "")
@@ -328,7 +321,7 @@ def _play(
 
 def collect_fleet(request: ProvisionRequest, fleet: Fleet, directory: Path, say: Say) -> list[Bundle]:
     """Collect for every kind of node in `fleet`. Raises one error for the nodes that cannot be asked."""
-    outcomes = _look(fleet, request.prefix, directory, installs=False)
+    outcomes = _look(replace(request, sends_only=True), fleet, directory)
     machines = values_or_raise(outcomes, "inspecting the nodes")
     return [
         collect_bundle(request, kind, say)
@@ -354,17 +347,15 @@ def read_bundle(bundle: Bundle) -> BundleContent:
 
 
 def send_bundle(
+    request: ProvisionRequest,
     session: Session,
     machine: bare.BareMachine,
     content: BundleContent,
-    prefix: str,
-    *,
-    dry_run: bool = False,
     on_progress: OnDeliveryProgress = lambda progress: None,
 ) -> Sent:
     """Send `machine` what it lacks. Raises NodeError for a small disk, and what `deliver` raises."""
     bundle, archive, needed_bytes = content.bundle, content.bundle.python, content.bundle.unpacked_bytes
-    directory = python_directory(prefix, bundle.python_id)
+    directory, dry_run = python_directory(request.prefix, bundle.python_id), request.is_dry_run
     python = f"{directory}/usr/bin/python{bare.SENT_PYTHON}" if archive else machine.python
     if machine.installed == bundle.id:
         return Sent(python, bundle.id, num_files=0, num_bytes=0, is_installed=True)
@@ -374,7 +365,7 @@ def send_bundle(
         archive = None
     if archive:
         bare.check_root(machine)
-    bare.check_space(machine, needed_bytes, bundle.wheel_bytes, prefix)
+    bare.check_space(machine, needed_bytes, bundle.wheel_bytes, request.prefix)
     num_files, num_bytes = (1, archive.num_bytes) if archive else (0, 0)
     if archive and dry_run:  # without Python, nothing can compare files there
         num_files += len(bundle.wheels)

@@ -13,7 +13,14 @@ from csdctl.documents import save_json
 from csdctl.errors import CsdctlError, InputError
 from csdctl.shipping.store import hash_file
 from csdctl.transport.local import LocalSession
-from csdctl.workflows.provision.bundle import SCHEMA, Bundle, BundleFile, load_bundle, python_directory
+from csdctl.workflows.provision.bundle import (
+    SCHEMA,
+    Bundle,
+    BundleFile,
+    ProvisionRequest,
+    load_bundle,
+    python_directory,
+)
 from csdctl.workflows.provision.machine import BareMachine, NodeKind
 from csdctl.workflows.provision.provision import Sent, read_bundle, send_bundle
 from tests.fake_session import FakeSession
@@ -49,7 +56,8 @@ def machine(installed: str = "", free_bytes: int = 1 << 30) -> BareMachine:
 
 
 def send(bundle: Bundle, session: FakeSession, to: BareMachine, *, dry_run: bool = False) -> Sent:
-    return send_bundle(session, to, read_bundle(bundle), "/opt/csdctl", dry_run=dry_run)
+    request = ProvisionRequest(Path(), is_dry_run=dry_run)
+    return send_bundle(request, session, to, read_bundle(bundle))
 
 
 def test_nothing_is_sent_when_it_is_installed_or_the_run_is_dry(bundle: Bundle) -> None:
@@ -85,7 +93,8 @@ def test_python_that_was_damaged_on_the_node_is_sent_again(bundle: Bundle, tmp_p
     damaged = Path(python_directory(str(prefix), bundle.python_id))
     (damaged / "usr").mkdir(parents=True)
     with contextlib.closing(LocalSession("csd0", home, {"HOME": str(home)})) as session:
-        sent = send_bundle(session, machine(), read_bundle(bundle), str(prefix))
+        request = ProvisionRequest(Path(), str(prefix))
+        sent = send_bundle(request, session, machine(), read_bundle(bundle))
     assert Path(sent.python).is_symlink()
     assert [path.name for path in damaged.iterdir()] == ["usr"]
 
