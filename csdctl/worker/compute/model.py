@@ -334,9 +334,8 @@ def _find(spec: model_info.BuildSpec) -> Any:
     else:
         function = user_code.load_function(reference)
     file = Path(reference.rpartition(":")[0])
-    model = user_code.run_user_code(
-        f"{reference}({json.dumps(arguments)})", lambda: function(**arguments), file=file
-    )
+    with user_code.explaining(f"{reference}({json.dumps(arguments)}) fails", file=file):
+        model = function(**arguments)
     if spec.step:
         _set_step(model, spec.step)
     return model
@@ -387,7 +386,8 @@ def _is_built(model: Any) -> bool:
 
 def _build_by_call(model: Any, spec: model_info.BuildSpec) -> None:
     samples = {name: np.zeros((2, *shape), dtype) for name, (dtype, shape) in spec.sample_shapes.items()}
-    user_code.run_user_code(f"calling {spec.reference}'s model", lambda: model(as_inputs(samples)))
+    with user_code.explaining(f"calling {spec.reference}'s model fails"):
+        model(as_inputs(samples))
 
 
 def _to_json(model: Any, spec: model_info.BuildSpec) -> tuple[bool, str]:

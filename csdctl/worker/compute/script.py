@@ -22,7 +22,7 @@ from unittest import mock
 
 from csdctl.worker.compute.backend import keras, load_backend, tf
 from csdctl.worker.compute.keras_internals import flatten_layers
-from csdctl.worker.compute.user_code import run_user_code
+from csdctl.worker.compute.user_code import explaining
 from csdctl.worker.process.errors import JobError
 from csdctl.worker.protocol.model_info import ScriptFit, ScriptRequest
 
@@ -107,22 +107,17 @@ def run_to_fit(script: str, options: Sequence[str], names: dict[str, Any], sha25
         raise JobError(f"{script} has changed since `csdctl init`", f"run `csdctl init {script} --force`")
     sys.path.insert(0, str(path.absolute().parent))
     namespace = {"__name__": names["__name__"], "__file__": str(path.absolute())}
-
-    def run() -> FitCall | None:
+    call: FitCall | None = None
+    with explaining(f"{script} fails", f"fix {script}: it must run up to its call of fit", path):
         # The module has a name of its own, so that Keras finds its classes.
         code = compile(re.sub(rb"\b__name__\s*==", b"'__main__' ==", content), script, "exec")
         try:
             with _recording(script, options):
                 exec(code, namespace)
-        except FitCall as call:
-            frames = traceback.extract_tb(call.__traceback__)
+        except FitCall as raised:
+            frames = traceback.extract_tb(raised.__traceback__)
+            call = raised.with_traceback(None)
             call.line = next(frame.lineno for frame in reversed(frames) if frame.filename == script) or 1
-            return call.with_traceback(None)
-        return None
-
-    call: FitCall | None = run_user_code(
-        script, run, f"fix {script}: it must run up to its call of fit", path
-    )
     if call is None:
         raise JobError(
             f"{script}: no call of model.fit",

@@ -13,7 +13,6 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -45,34 +44,20 @@ def load_function(reference: str) -> Any:
     return function
 
 
-def run_user_code(
-    description: str,
-    code: Callable[[], Any],
-    remedy: str = "fix the model's code, or model_args",
-    file: Path | None = None,
-) -> Any:
-    """Return what `code` in `file` returns. Whatever it raises, even SystemExit, becomes a WorkerError."""
-    try:
-        return code()
-    except WorkerError:  # the code is csdctl's: it runs a script of the user
-        raise
-    except BaseException as error:
-        reason = f"{description} fails: {describe(error, file)}"
-        raise JobError(reason, find_remedy(error) or remedy) from None
-
-
 @contextmanager
-def explaining(problem: str, remedy: str) -> Iterator[None]:
-    """Raise the WorkerError that an error is due to, or one with the problem."""
+def explaining(
+    problem: str, remedy: str = "fix the model's code, or model_args", file: Path | None = None
+) -> Iterator[None]:
+    """Raise the WorkerError that an error of the user's code in `file` is due to, or one with the problem."""
     try:
         yield
-    except Exception as error:
+    except BaseException as error:  # even SystemExit
         cause: BaseException | None = error
         while cause and not isinstance(cause, WorkerError):  # TensorFlow wraps what a tf.function raises
             cause = cause.__cause__ or cause.__context__
         if cause:
             raise cause from None
-        raise JobError(f"{problem}: {describe(error)}", remedy) from error
+        raise JobError(f"{problem}: {describe(error, file)}", find_remedy(error) or remedy) from None
 
 
 def import_file(path: Path) -> Any:
@@ -85,7 +70,8 @@ def import_file(path: Path) -> Any:
     if loaded is None:  # a library of that name is not replaced
         sys.modules[path.stem] = module
     _search(path.parent.resolve())
-    run_user_code(f"{path}", lambda: exec(compile(path.read_bytes(), path, "exec"), vars(module)), file=path)
+    with explaining(f"{path} fails", file=path):
+        exec(compile(path.read_bytes(), path, "exec"), vars(module))
     return module
 
 
@@ -96,7 +82,8 @@ def import_roots(roots: Sequence[str]) -> None:
             import_file(root)
         else:
             _search(root.parent.resolve())
-            run_user_code(str(root), partial(importlib.import_module, root.name))
+            with explaining(f"{root} fails"):
+                importlib.import_module(root.name)
 
 
 def _search(directory: Path) -> None:
@@ -111,8 +98,8 @@ def import_packed(archive: str, modules: Sequence[str]) -> dict[str, Any]:
     sys.path.insert(0, archive)
     remedy = "install what it imports, or add the user's own modules to `code` in job.yaml"
     for name in modules:
-        load = partial(importlib.import_module, name)
-        _PACKED[name] = run_user_code(f"importing {name} of the job's code", load, remedy)
+        with explaining(f"importing {name} of the job's code fails", remedy):
+            _PACKED[name] = importlib.import_module(name)
     return find_objects(lambda file: file.startswith(archive))
 
 
