@@ -27,7 +27,7 @@ from csdctl.worker.group.channel import (
     split_parts,
 )
 from csdctl.worker.group.chunks import SumSizes, divide
-from csdctl.worker.group.hub import REPORT, WAITING_INTERVAL_S, HubSettings, Lost, Verdict
+from csdctl.worker.group.hub import WAITING_INTERVAL_S, HubSettings, Lost, Verdict
 from csdctl.worker.group.shared_memory import share_vector
 from csdctl.worker.group.values import (
     MAX_REASON,
@@ -138,12 +138,13 @@ class Communicator:
         if not self.has_hub:
             bf16.pack(self.local, chunks)
         else:
-            head = NUMBER.pack(checks_finite) + encode_value(list(counts.items()) if counts else [])
+            head = encode_value([checks_finite, list((counts or {}).items())])
         self._send(Letter.VECTOR, head)
         verdict: bytes | bytearray = self._await(Letter.TOTAL)
         if self.has_hub:
-            verdict, report = split_parts(verdict)
-            self.waits += [(rank, wait_s) for rank, wait_s in REPORT.iter_unpack(report) if wait_s > 0]
+            verdict, waits = split_parts(verdict)
+            rows = decode_value(tuple[tuple[RankNumber, float], ...], waits)
+            self.waits += [(rank, wait_s) for rank, wait_s in rows if wait_s > 0]
         self._apply(verdict[1:])
         if verdict[:1] == b"\1":
             self._number = 0

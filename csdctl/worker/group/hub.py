@@ -16,7 +16,6 @@ import math
 import os
 import select
 import socket
-import struct
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -57,8 +56,6 @@ NUM_TAIL = 3
 """Elements at the end of a vector, besides the seconds of each rank."""
 MAX_HELD_BYTES = 64 << 20
 """Limit of unsent bytes to the rank or the parent; above it, links are not read."""
-REPORT = struct.Struct("<qd")
-"""A row of the report about a sum to the rank of a hub: a rank, and the seconds that the sum has waited."""
 
 
 @dataclass(frozen=True)
@@ -603,8 +600,8 @@ class Hub:
         present = self._present
         if self._next_chunk < len(self._chunks[self._number]) or not all(child.ranks for child in present):
             return False
-        (checks_finite,) = NUMBER.unpack_from(content)
-        counts = dict(decode_value(tuple[tuple[RankNumber, float], ...], content[NUMBER.size :]))
+        checks_finite, rows = decode_value(tuple[bool, tuple[tuple[RankNumber, float], ...]], content)
+        counts = dict(rows)
         checked = [(child, find_fault(child.tail, counts, child.ranks)) for child in present if counts]
         faults = [(child, reason) for child, reason in checked if reason]
         if not faults and checks_finite:
@@ -637,8 +634,7 @@ class Hub:
                 child.channel.post(Letter.TOTAL, verdict)
             child.channel.post(Letter.CHUNK)
         waits = [(child.rank, max(0.0, child.completed_s - self._requested_s)) for child in present]
-        report = b"".join(REPORT.pack(*row) for row in waits)
-        self._rank.post(Letter.TOTAL, join_parts([verdict, report]))
+        self._rank.post(Letter.TOTAL, join_parts([verdict, encode_value(waits)]))
         self._begin_vector(0 if verdict[:1] == b"\1" else (self._number + 1) % len(self._chunks))
         self._end_request()
 

@@ -37,7 +37,7 @@ LAST_GOOD = "; the model of the last good epoch is in the run directory"
 class StepSums:
     """Sums the vectors of one step, and measures when. This rank's parts are in the communicator's `local`.
 
-    Raises what `Train.sum_step` and `Train.check_finite` raise.
+    Raises WorkerError for a sum that is impossible, and what `Train.check_finite` raises.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class StepSums:
         norm = train.step.square_norm(communicator.local[layout.step]) if train.tells_noise else 0.0
         self.began = time.perf_counter()
         compute_s = train.apply_s + self.began - self._started - self.waited_s if is_last else 0.0
-        total = train.sum_step(communicator, layout, compute_s, norm=norm, is_last=is_last)
+        total = self._sum(layout, compute_s, norm, is_last=is_last)
         self.ended = time.perf_counter()
         step_total: Array = total[layout.step]
         self.tail = total[layout.step_size :][: 2 + len(train.spec.ranks)].copy()
@@ -82,6 +82,26 @@ class StepSums:
                 count=float(step_total[layout.count]),
             )
         return step_total
+
+    def _sum(self, layout: Any, compute_s: float, norm: float, *, is_last: bool) -> Array:
+        """Sum the vector in `local`, whose part of the step is filled in. The hub names a rank at fault."""
+        train, communicator = self._train, self._communicator
+        vector = communicator.local
+        is_stopping = is_last and train.is_root and train.orders.is_stopping
+        tail = vector[layout.step_size :][: 2 + len(train.spec.ranks)]
+        tail[:] = 0
+        tail[0], tail[1 + train.me.rank], tail[-1] = is_stopping, compute_s, norm
+        weighed = train.progress.weigh(train.progress.step_samples)
+        counts = dict(zip(communicator.members, weighed, strict=True))
+        # With loss scaling, the optimizer skips a gradient that overflowed.
+        total = communicator.sum(vector, counts, checks_finite=not train.step.info.has_loss_scaling)
+        count, expected = float(total[layout.count]), sum(counts[rank] for rank in communicator.counted)
+        if not is_near(count, expected):
+            raise WorkerError(
+                f"the sum over the ranks is of {count:g} samples, expected {expected:g}",
+                remedy="please report it, with the model",
+            )
+        return total
 
 
 class Train(ModelTask):
@@ -271,32 +291,6 @@ class Train(ModelTask):
         self, communicator: Communicator, images: Array, labels: Array, copies: Array | None, sums: "StepSums"
     ) -> Sums:
         return self.step.run(images, labels, sums, communicator.local, private_copies=copies)
-
-    def sum_step(
-        self, communicator: Communicator, layout: Any, compute_s: float, *, norm: float, is_last: bool
-    ) -> Array:
-        """Sum the vector in `communicator.local` over all ranks. Its part of the step is filled in.
-
-        `compute_s`: the seconds that this rank computed. `norm`: its `square_norm`. `is_last`: whether this
-        is the last sum of the step. Raises WorkerError for a sum that is impossible. The hub finds the rank
-        at fault before that.
-        """
-        vector = communicator.local
-        is_stopping = is_last and self.is_root and self.orders.is_stopping
-        tail = vector[layout.step_size :][: 2 + len(self.spec.ranks)]
-        tail[:] = 0
-        tail[0], tail[1 + self.me.rank], tail[-1] = is_stopping, compute_s, norm
-        weighed = self.progress.weigh(self.progress.step_samples)
-        counts = dict(zip(communicator.members, weighed, strict=True))
-        # With loss scaling, the optimizer skips a gradient that overflowed.
-        total = communicator.sum(vector, counts, checks_finite=not self.step.info.has_loss_scaling)
-        count, expected = float(total[layout.count]), sum(counts[rank] for rank in communicator.counted)
-        if not is_near(count, expected):
-            raise WorkerError(
-                f"the sum over the ranks is of {count:g} samples, expected {expected:g}",
-                remedy="please report it, with the model",
-            )
-        return total
 
     def _exchange_reassigned(self, communicator: Communicator) -> bytes | bytearray | None:
         """Exchange the samples that other ranks read from the host in this step. Return this rank's."""
