@@ -18,15 +18,7 @@ import paramiko
 import pytest
 from cryptography.hazmat.primitives.asymmetric import rsa
 
-from csdctl.errors import (
-    AuthenticationError,
-    CsdctlError,
-    DeadlineError,
-    HostKeyError,
-    JumpHostError,
-    NodeError,
-    UnreachableError,
-)
+from csdctl import errors
 from csdctl.fleet.model import Node
 from csdctl.transport.known_hosts import KnownHosts
 from csdctl.transport.many import run_on_all
@@ -88,7 +80,7 @@ def test_data_that_nobody_reads_ends_with_the_window(tmp_path: Path, kind: int) 
         accepted.append(transport.send_endlessly(*head, BULK, kind=kind) * len(BULK))
 
     with attacked(tmp_path, flood) as (session, transport):
-        with pytest.raises(UnreachableError, match="more than the receive window"):
+        with pytest.raises(errors.UnreachableError, match="more than the receive window"):
             session.converse(["cat"])
         assert eventually(lambda: not transport.is_active() and accepted)
     assert accepted[0] < MAX_ACCEPTED_BYTES
@@ -114,7 +106,9 @@ def test_long_packets_are_refused_by_their_length(tmp_path: Path, cipher: str, m
 
     algorithms = {"_preferred_ciphers": (cipher,), "_preferred_macs": (mac,)}
     with attacked(tmp_path, flood, **algorithms) as (session, transport):
-        with pytest.raises(UnreachableError, match="its SSH server sent a packet of more than 262144 bytes"):
+        with pytest.raises(
+            errors.UnreachableError, match="its SSH server sent a packet of more than 262144 bytes"
+        ):
             session.run(["true"])
         assert eventually(lambda: not transport.is_active() and accepted)
     assert max(accepted) < MAX_ACCEPTED_BYTES
@@ -153,10 +147,10 @@ VIOLATIONS = {
 def test_server_that_breaks_the_protocol_is_disconnected(tmp_path: Path, name: str) -> None:
     attack, violation = VIOLATIONS[name]
     with attacked(tmp_path, attack) as (session, transport):
-        with contextlib.suppress(CsdctlError):
+        with contextlib.suppress(errors.CsdctlError):
             session.run(["true"], deadline_s=100)
         assert eventually(lambda: not transport.is_active())
-        with pytest.raises(UnreachableError) as caught:
+        with pytest.raises(errors.UnreachableError) as caught:
             session.run(["true"])
     error = caught.value
     assert re.search(f"because its SSH server .*{violation}", error.message), error
@@ -183,7 +177,7 @@ def test_channels_that_the_server_opens_are_all_refused(tmp_path: Path) -> None:
                 transport.send(name, number, 1 << 20, 1 << 15, b"127.0.0.1", 22, b"127.0.0.1", 22, kind=90)
 
     with attacked(tmp_path, open_some) as (session, _):
-        with pytest.raises(DeadlineError):
+        with pytest.raises(errors.DeadlineError):
             session.run(["cat"], deadline_s=scaled(3))
         assert done.wait(scaled(WAIT_S))
         assert sorted(refused) == sorted([*range(1000)] * len(OPENS))
@@ -206,7 +200,7 @@ def test_server_that_prints_without_end_or_stops_reading_does_not_outlast_the_de
 ) -> None:
     with (
         attacked(tmp_path, on_command, default_window_size=0xFFFFFFFF) as (session, _),
-        pytest.raises(DeadlineError),
+        pytest.raises(errors.DeadlineError),
     ):
         session.run(["cat"], stdin=bytes(60_000_000), deadline_s=1)
 
@@ -219,9 +213,9 @@ def test_key_exchange_that_never_ends_costs_the_connection(tmp_path: Path) -> No
 
     with attacked(tmp_path, stall) as (session, transport):
         transport.clear_to_send_timeout = 0.5
-        with pytest.raises(CsdctlError):
+        with pytest.raises(errors.CsdctlError):
             session.run(["true"], deadline_s=1)
-        with pytest.raises(UnreachableError, match="did not finish a key exchange"):
+        with pytest.raises(errors.UnreachableError, match="did not finish a key exchange"):
             session.run(["true"], deadline_s=scaled(20))
 
 
@@ -233,7 +227,7 @@ def test_jump_host_that_breaks_the_protocol_is_named(tmp_path: Path) -> None:
     with hostile_server(tmp_path / "evil", Attack(on_channel=flood)) as server:
         node = Node("behind", "127.0.0.1", 22, USER, server.key, jump=server.node())
         said = "jump host evil was lost .its SSH server floods the connection"
-        with pytest.raises(JumpHostError, match=said) as caught:
+        with pytest.raises(errors.JumpHostError, match=said) as caught:
             connect(node, [server.known_hosts], connect_deadline_s=scaled(60))
     assert caught.value.node == "behind"
 
@@ -296,7 +290,7 @@ TALKS = {
 @pytest.mark.parametrize(("talk", "said"), TALKS.values(), ids=TALKS)
 def test_server_that_never_gets_to_the_point_is_left(tmp_path: Path, talk: Talk, said: str) -> None:
     deadline_s = 1 if said == TOO_SLOW else scaled(20)
-    with raw_server(talk) as port, pytest.raises(UnreachableError, match=said) as caught:
+    with raw_server(talk) as port, pytest.raises(errors.UnreachableError, match=said) as caught:
         connect(Node("evil", "127.0.0.1", port), [tmp_path / "known_hosts"], connect_deadline_s=deadline_s)
     assert len(str(caught.value)) < MAX_MESSAGE_CHARS
 
@@ -341,7 +335,7 @@ def test_login_ends_whatever_the_server_does(
 ) -> None:
     with (
         hostile_server(tmp_path / "evil", Attack(on_login=attack)) as server,
-        pytest.raises((UnreachableError, AuthenticationError), match=said) as caught,
+        pytest.raises((errors.UnreachableError, errors.AuthenticationError), match=said) as caught,
     ):
         log_in(server, deadline_s=1 if said == UNFINISHED else scaled(60))
     assert caught.value.node == "evil"
@@ -400,7 +394,7 @@ KEY_EXCHANGES: dict[str, tuple[Callable[[], Attack], str]] = {
 @pytest.mark.parametrize(("make", "said"), KEY_EXCHANGES.values(), ids=KEY_EXCHANGES)
 def test_key_exchange_keeps_to_the_protocol(tmp_path: Path, make: Callable[[], Attack], said: str) -> None:
     """Host keys of old algorithms are refused as by OpenSSH."""
-    with hostile_server(tmp_path / "evil", make()) as server, pytest.raises(NodeError, match=said):
+    with hostile_server(tmp_path / "evil", make()) as server, pytest.raises(errors.NodeError, match=said):
         log_in(server)
 
 
@@ -424,8 +418,8 @@ def short_rsa_key(prime: int, second: int) -> paramiko.RSAKey:
 def test_short_rsa_host_keys_are_refused_as_by_openssh(tmp_path: Path) -> None:
     key = short_rsa_key(2**521 - 1, 2**255 - 19)  # 776 bits: a signature with SHA-512 takes 752 at least
     with hostile_server(tmp_path / "evil", Attack(host_key=key)) as server:
-        with pytest.raises(HostKeyError, match="RSA with 776 bits, but 1024 are the least"):
+        with pytest.raises(errors.HostKeyError, match="RSA with 776 bits, but 1024 are the least"):
             log_in(server)
         jumps = JumpHosts(KnownHosts())
-        with pytest.raises(HostKeyError, match="1024"):
+        with pytest.raises(errors.HostKeyError, match="1024"):
             fetch_host_key(server.node(), jumps, connect_deadline_s=scaled(10))
