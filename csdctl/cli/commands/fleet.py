@@ -141,9 +141,7 @@ def trust(
 def doctor(
     call: Call,
     timeout: float = option(180.0, "Timeout of all checks in seconds.", min=1, envvar="CSDCTL_TIMEOUT"),
-    connect_timeout: float = option(
-        10.0, "Seconds to connect to a node.", min=1, envvar="CSDCTL_CONNECT_TIMEOUT"
-    ),
+    connect_timeout: float = options.CONNECT_TIMEOUT,
     mpi_timeout: float = option(
         60.0,
         "Timeout in seconds for each rank to start and for each link to connect.",
@@ -292,9 +290,7 @@ def exec(
     timeout: float | None = option(
         None, "Timeout of a command in seconds; default: 60, with --task 600.", min=0.001, max=7 * 86_400
     ),
-    connect_timeout: float = option(
-        10.0, "Seconds to connect to a node.", min=0.001, envvar="CSDCTL_CONNECT_TIMEOUT"
-    ),
+    connect_timeout: float = options.CONNECT_TIMEOUT,
 ) -> None:
     """Run a command, or a Fabric task, on all nodes at once. Identical output is grouped."""
     from csdctl.terminal.nodes import CountView, exec_document, render_answers

@@ -51,23 +51,6 @@ def train(view: TrainingView, num_ranks: int, clock: Clock) -> None:
         view.show(event)
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("num_ranks", [4, 37])
-def test_view_fits_and_names_the_slowest_first(num_ranks: int, size: tuple[int, int]) -> None:
-    clock = Clock()
-    view = make_view(num_ranks, size, clock)
-    train(view, num_ranks, clock)
-    lines = screen(view, size)
-    text = "\n".join(lines)
-    assert "step 60/100" in text
-    is_whole = num_ranks + 7 <= size[1]
-    assert ("more: csd" in text) == (not is_whole)
-    if not is_whole:
-        first = next(index for index, line in enumerate(lines) if line.startswith("host"))
-        assert [line.split()[0] for line in lines[first + 1 : first + 4]] == ["csd11", "csd29", "csd2"]
-    assert text.count("training") >= min(num_ranks, 10)
-
-
 @pytest.mark.parametrize(
     ("num_steps", "said"),
     [(72, ""), (71, "; 1 step is repeated"), (48, "; 24 steps are repeated"), (0, "; 72")],
