@@ -474,7 +474,7 @@ def fold_problems(failed: Mapping[str, CsdctlError], fleet: Fleet) -> list[Probl
     for (_, template), names in kinds.items():
         remedy = failed[names[0]].remedy
         if len({failed[name].remedy for name in names}) > 1:
-            remedy += f" (ranges for {names[0]})"
+            remedy += f" (shown for {names[0]})"
         ranges = format_node_names(addresses.get(name, "") for name in names)
         problems.append(Problem(tuple(names), template.replace(_ADDRESS_MARK, ranges), remedy))
     return problems
