@@ -59,19 +59,24 @@ class GAN(keras.Model):
         self.discriminator = keras.Sequential([keras.Input((16,)), layers.Dense(32, "relu"), layers.Dense(1)])
         hidden = [layers.Dense(32), layers.BatchNormalization(), layers.ReLU()]
         self.generator = keras.Sequential([keras.Input((latent,)), *hidden, layers.Dense(16)])
-        self.d_loss = keras.metrics.Mean(name="d_loss")
-        self.g_loss = keras.metrics.Mean(name="g_loss")
+        self.d_loss_metric = keras.metrics.Mean(name="d_loss")
+        self.g_loss_metric = keras.metrics.Mean(name="g_loss")
 
     def compile(self, d_optimizer, g_optimizer, loss_fn):
         super().compile()
         self.d_optimizer, self.g_optimizer, self.loss_fn = d_optimizer, g_optimizer, loss_fn
 
+    @property
+    def metrics(self):
+        return [self.d_loss_metric, self.g_loss_metric]
+
     def train_step(self, real):
         count = tf.shape(real)[0]
         made = self.generator(tf.random.normal((count, self.latent)), training=True)
+        both = tf.concat([made, real], axis=0)
         labels = tf.concat([tf.ones((count, 1)), tf.zeros((count, 1))], axis=0)
         with tf.GradientTape() as tape:
-            d_loss = self.loss_fn(labels, self.discriminator(tf.concat([made, real], axis=0)))
+            d_loss = self.loss_fn(labels, self.discriminator(both))
         weights = self.discriminator.trainable_weights
         self.d_optimizer.apply_gradients(zip(tape.gradient(d_loss, weights), weights))
         tf.numpy_function(stop_if_asked, [], tf.float32)
@@ -80,9 +85,9 @@ class GAN(keras.Model):
             g_loss = self.loss_fn(tf.zeros((count, 1)), self.discriminator(made))
         weights = self.generator.trainable_weights
         self.g_optimizer.apply_gradients(zip(tape.gradient(g_loss, weights), weights))
-        self.d_loss.update_state(d_loss)
-        self.g_loss.update_state(g_loss)
-        return {"d_loss": self.d_loss.result(), "g_loss": self.g_loss.result()}
+        self.d_loss_metric.update_state(d_loss)
+        self.g_loss_metric.update_state(g_loss)
+        return {"d_loss": self.d_loss_metric.result(), "g_loss": self.g_loss_metric.result()}
 
 
 def build():
