@@ -17,7 +17,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from csdctl import __version__
 from csdctl.cli.call import QUIET, VERBOSE, open_streams, own_arguments, typed
-from csdctl.cli.options import SELECTION
+from csdctl.cli.parameters import SELECTION
 from csdctl.errors import CsdctlError, ExitCode, InputError, naming_options
 from csdctl.fleet.requirements import explain_import
 from csdctl.runs.private import STATE_DIRECTORY, check_private

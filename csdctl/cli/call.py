@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from csdctl.cli import options
+from csdctl.cli import options, parameters
 from csdctl.runs.private import STATE_DIRECTORY
 from csdctl.terminal.streams import Streams
 
@@ -111,7 +111,7 @@ class Call:
     limit: list[str] | None
     exclude: list[str] | None
     failed_from: Path | None = None
-    job_path: Path = options.DEFAULT_JOB
+    job_path: Path = parameters.DEFAULT_JOB
     repeated_by: Sequence[str] = ()  # if not by the typed arguments
 
     def __post_init__(self) -> None:

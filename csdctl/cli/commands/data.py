@@ -3,9 +3,9 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from csdctl.cli import options
+from csdctl.cli import options, parameters
 from csdctl.cli.call import Call, on_fleet, on_job, open_streams
-from csdctl.cli.options import argument, option
+from csdctl.cli.parameters import argument, option
 from csdctl.errors import InputError
 from csdctl.terminal.streams import Streams
 
@@ -33,7 +33,7 @@ def init(
     ),
     label: str = option("", "Label column of .csv files."),
     drop: list[str] | None = option(None, "Column of .csv files to ignore."),
-    output: Path = option(options.DEFAULT_JOB, "Path of the job file to write.", "--output", "-o"),
+    output: Path = option(parameters.DEFAULT_JOB, "Path of the job file to write.", "--output", "-o"),
     force: bool = options.FORCE,
     json: bool = options.JSON,
 ) -> None:
@@ -86,7 +86,7 @@ def _show_looks(streams: Streams, output: Path, looks: "Looks") -> None:
     for line, text in looks.notes:
         streams.say(f"not converted, line {line}: {text}")
     streams.say(f"{output} written: check its comments, which mark placeholders and guesses")
-    job = "" if output == options.DEFAULT_JOB else f" {output}"
+    job = "" if output == parameters.DEFAULT_JOB else f" {output}"
     commands = ["csdctl doctor", *(f"csdctl {command}{job}" for command in ("prepare", "tune", "train"))]
     if not looks.misfit:
         streams.say("next: " + ", ".join(f"`{command}`" for command in commands))

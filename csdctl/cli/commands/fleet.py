@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Literal
 import typer
 
 import csdctl
-from csdctl.cli import options
+from csdctl.cli import options, parameters
 from csdctl.cli.call import Call, on_fleet, open_streams
-from csdctl.cli.options import argument, option
+from csdctl.cli.parameters import argument, option
 from csdctl.errors import InputError
 from csdctl.fleet.names import format_node_names
 from csdctl.reporting.numbers import format_count
@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from csdctl.workflows.discovery.inventory import NodeSource
     from csdctl.workflows.provision.machine import NodeKind
 
-emulate = options.group(help="Run a fleet on this machine: real SSH servers that share its CPU and memory.")
+emulate = parameters.group(
+    help="Run a fleet on this machine: real SSH servers that share its CPU and memory."
+)
 CPU = option(
     "0.25", "CPU share in cores, for all nodes, or for each: 0.5,0.25,0.1.", metavar="CORES[,CORES…]"
 )
@@ -397,7 +399,7 @@ def up(
     ),
     cpu: str = CPU,
     memory: str = option("2G", "Memory of each node, such as 512M or 2G."),
-    fleet: Path = option(options.DEFAULT_FLEET, "Path of the fleet file to write."),
+    fleet: Path = option(parameters.DEFAULT_FLEET, "Path of the fleet file to write."),
     pid: int | None = option(None, "End the fleet when this process ends.", envvar="CSDCTL_EMULATE_PID"),
     json: bool = options.JSON,
 ) -> None:

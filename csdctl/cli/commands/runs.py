@@ -6,12 +6,12 @@ from pathlib import Path
 
 import typer
 
-from csdctl.cli import options
+from csdctl.cli import options, parameters
 from csdctl.cli.call import open_streams
-from csdctl.cli.options import LATEST, argument, complete_runs, option
+from csdctl.cli.parameters import LATEST, argument, complete_runs, option
 from csdctl.errors import ExitCode, InputError
 
-runs = options.group(help="List, watch, stop and remove runs.")
+runs = parameters.group(help="List, watch, stop and remove runs.")
 run_argument = partial(argument, autocompletion=complete_runs)
 RUN = run_argument(None, "Run ID, unique prefix or `latest`; default: the latest.")
 

@@ -6,9 +6,9 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from csdctl.cli import options
+from csdctl.cli import options, parameters
 from csdctl.cli.call import Call, on_job
-from csdctl.cli.options import argument, complete_models, complete_runs, option
+from csdctl.cli.parameters import argument, complete_models, complete_runs, option
 from csdctl.errors import InputError
 from csdctl.terminal.streams import Streams
 from csdctl.tuning.stannis import DEFAULT_BATCH_SIZES, DEFAULT_MARGIN_SCALE, DEFAULT_STEP_DIVISOR
@@ -44,7 +44,7 @@ def tune(
         "faster without it.",
         "--host/--no-host",
     ),
-    strategy: options.Strategy = of_fit("auto", "Plan for this strategy; auto compares them."),
+    strategy: parameters.Strategy = of_fit("auto", "Plan for this strategy; auto compares them."),
     cut: str = of_fit("", "Last layer of the nodes, for --strategy split.", metavar="LAYER"),
     probe_seconds: float = option(1.0, "Minimum duration of a probe."),
     batch_sizes: str = of_stannis(DEFAULT_BATCH_SIZE_LIST, "Batch sizes to probe.", metavar="SIZES"),
@@ -139,7 +139,7 @@ def verify(
         None, "Plan; default: the job's plan from `tune`, or batch size 16 on all ranks."
     ),
     batch_size: int | None = options.BATCH_SIZE,
-    strategy: options.Strategy = options.STRATEGY,
+    strategy: parameters.Strategy = options.STRATEGY,
     cut: str = options.CUT,
     micro_batches: int = options.MICRO_BATCHES,
 ) -> None:
@@ -170,34 +170,36 @@ def train(
         metavar="RUN",
         autocompletion=complete_runs,
     ),
-    min_nodes: int | None = options.resuming(
+    min_nodes: int | None = parameters.resuming(
         None,
         "Start with at least this many nodes; others join when they become reachable. End when "
         "fewer are left. Default: start with all, end when none is left.",
         min=0,
     ),
-    rebalance: bool = options.resuming(
+    rebalance: bool = parameters.resuming(
         True, "Adjust batch sizes when a node's speed changes.", "--rebalance/--no-rebalance"
     ),
-    strategy: options.Strategy = options.STRATEGY,
-    feature_precision: options.Precision = options.FEATURE_PRECISION,
+    strategy: parameters.Strategy = options.STRATEGY,
+    feature_precision: parameters.Precision = options.FEATURE_PRECISION,
     cut: str = options.CUT,
     micro_batches: int = options.MICRO_BATCHES,
-    checkpoint_seconds: float | None = options.resuming(
+    checkpoint_seconds: float | None = parameters.resuming(
         None, "Seconds between checkpoints in an epoch; default: 600, or as a resumed run."
     ),
-    keep: int | None = options.resuming(
+    keep: int | None = parameters.resuming(
         None, "Checkpoints to keep, besides the best; default: 3, or as the resumed run.", min=1
     ),
-    start_timeout: float = options.resuming(300.0, "Timeout in seconds until every rank is ready."),
-    silence_timeout: float = options.resuming(
+    start_timeout: float = parameters.resuming(300.0, "Timeout in seconds until every rank is ready."),
+    silence_timeout: float = parameters.resuming(
         300.0, "Seconds without a step: the ranks reconnect; after as many again, the run stops."
     ),
-    metrics: str = options.background(
+    metrics: str = parameters.background(
         "", "Serve metrics of the run over HTTP, for Prometheus.", metavar="[HOST:]PORT"
     ),
     skip_doctor: bool = options.SKIP_DOCTOR,
-    detach: bool = options.background(False, "Train in the background; `csdctl runs watch` shows the run."),
+    detach: bool = parameters.background(
+        False, "Train in the background; `csdctl runs watch` shows the run."
+    ),
 ) -> None:
     """Train synchronously on the host and all nodes, each with its own batch size."""
     from csdctl.reporting.live_metrics import serve_metrics
@@ -210,7 +212,7 @@ def train(
     if detach and not dry_run:
         start_detached(streams)
         return
-    if resume and call.job_path == options.DEFAULT_JOB:
+    if resume and call.job_path == parameters.DEFAULT_JOB:
         with suppress(InputError):  # a run of another server is not here yet
             job = find_started(streams.project, resume, lambda line: None).read_manifest().job
             call.job_path = Path(str(job.get("path", call.job_path)))
