@@ -150,15 +150,11 @@ def matches(path: bytes, expected: ManifestObject) -> bool:
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
     with contextlib.suppress(OSError), open(os.open(path, flags), "rb", buffering=0) as file:
         status = os.fstat(file.fileno())
-        has_size = is_own_file(status) and status.st_size == expected.size
-        if has_size and stat.S_IMODE(status.st_mode) == expected.mode:
+        # Another owner could change the file later.
+        is_own = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
+        if is_own and status.st_size == expected.size and stat.S_IMODE(status.st_mode) == expected.mode:
             return hash_of(file.fileno()) == expected.sha256
     return False
-
-
-def is_own_file(status: os.stat_result) -> bool:
-    """Return whether this is a regular file of this user. Another owner could change it later."""
-    return stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
 
 
 def hash_of(handle: int) -> str:

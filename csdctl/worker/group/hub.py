@@ -39,7 +39,7 @@ from csdctl.worker.group.channel import (
     split_parts,
 )
 from csdctl.worker.group.chunks import Chunk, SumSizes, divide
-from csdctl.worker.group.shared_memory import map_array, open_read_only, share_vector
+from csdctl.worker.group.shared_memory import map_array, share_vector
 from csdctl.worker.group.values import (
     MAX_REASON,
     LinkLostError,
@@ -239,7 +239,8 @@ class Hub:
         vector, descriptor = share_vector(len(self._local))
         if rank in self._children:
             self._lose(self._children[rank], "its link was restarted")
-        sent = open_read_only(self._down_descriptor)
+        # The same memory, for a process that cannot write to it.
+        sent = os.open(f"/proc/self/fd/{self._down_descriptor}", os.O_RDONLY | os.O_CLOEXEC)
         channel.max_bytes = settings.max_bytes + MAX_NOTE_BYTES
         with contextlib.suppress(LinkLostError):  # `take` finds its end
             channel.send_descriptors(descriptor, sent)

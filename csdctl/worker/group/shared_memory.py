@@ -31,8 +31,3 @@ def map_view(descriptor: int, *, is_read_only: bool = False) -> Any:
     access = mmap.PROT_READ | (0 if is_read_only else mmap.PROT_WRITE)
     mapped = mmap.mmap(descriptor, os.fstat(descriptor).st_size, mmap.MAP_SHARED, access)
     return memoryview(mapped).cast("f")
-
-
-def open_read_only(descriptor: int) -> int:
-    """Return a descriptor of the same memory that cannot write."""
-    return os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC)
