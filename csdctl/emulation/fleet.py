@@ -1,8 +1,8 @@
 """An emulated fleet: its specification, files and saved state. Start, inspect and stop it.
 
 The id of a fleet is derived from its directory, so that a fleet without its state is still found: by the
-marker in the environment of its processes and by the names of its control groups. A fleet.yaml whose first
-line has another id, or none, is neither written nor removed.
+marker in the environment of its processes and by the names of its control groups. The first line of its
+fleet.yaml has the id and a hash of the other lines. Any other or edited fleet.yaml is left as it is.
 """
 
 import contextlib
@@ -41,7 +41,7 @@ MIN_MEMORY_BYTES = 16 << 20
 USER = "csd"
 """The user name for SSH. The nodes' servers accept any."""
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
-_HEADER = "# Written by csdctl emulate up for fleet {}; `csdctl emulate down` removes it.\n"
+_HEADER = "# Written by csdctl emulate up for fleet {}; `csdctl emulate down` removes it unless edited: {}\n"
 
 
 @dataclass(frozen=True)
@@ -195,15 +195,21 @@ def save_fleet_file(paths: FleetPaths, state: FleetState, python: str) -> None:
         "defaults": {"user": USER, "key": str(paths.key), "python": python, "group": "emulated"},
         "nodes": [{"name": node.name, "address": "127.0.0.1", "port": node.port} for node in state.nodes],
     }
-    save_text(state.fleet_path, _HEADER.format(state.fleet_id) + yaml.safe_dump(content, sort_keys=False))
+    text = yaml.safe_dump(content, sort_keys=False)
+    save_text(state.fleet_path, _build_header(state.fleet_id, text) + text)
+
+
+def _build_header(fleet_id: str, text: str) -> str:
+    return _HEADER.format(fleet_id, hashlib.sha256(text.encode()).hexdigest()[:12])
 
 
 def is_written_for(path: Path, fleet_id: str) -> bool:
-    """Return whether `path` is a fleet.yaml that the emulator wrote for this fleet."""
+    """Return whether `path` is a fleet.yaml as the emulator wrote it for this fleet."""
     try:
-        return path.read_text(encoding="utf-8").startswith(_HEADER.format(fleet_id))
+        header, newline, text = path.read_text(encoding="utf-8").partition("\n")
     except (OSError, UnicodeDecodeError):
         return False
+    return header + newline == _build_header(fleet_id, text)
 
 
 @dataclass(frozen=True)
@@ -252,7 +258,7 @@ def start_fleet(
             return state.fleet_path
         new_path = fleet_path or paths.default_fleet
         if new_path.exists() and not is_written_for(new_path, paths.fleet_id):
-            problem = "was not written by `csdctl emulate up` for this fleet; it is unchanged"
+            problem = "was edited, or not written by `csdctl emulate up` for this fleet; it is unchanged"
             remedy = "move it away and add your settings to the new one, or use another file with --fleet"
             raise InputError(f"{new_path} {problem}", remedy=remedy)
         _stop(paths, state)

@@ -31,7 +31,8 @@ FactValues = Mapping[str, object]
 """Values for fields of `Facts`, by name."""
 
 
-# A state directory that does not exist yet is made. A home is not.
+# A missing state directory will be created, so its nearest existing parent is examined; a missing home is
+# not.
 _FIND_PLACE = """\
 place=${2:-$HOME}
 [ "$place" != . ] || place=$PWD
@@ -226,7 +227,7 @@ def parse_disk_free(output: str) -> FactValues:
 
 
 def parse_limits(output: str) -> FactValues:
-    """Return the tightest limits of control groups, CPU affinity and the environment."""
+    """Return the tightest limits of control groups, CPU affinity and the environment, and of processes."""
     _require(output)
     cpus: list[float] = []
     sizes: list[float] = []
@@ -251,7 +252,11 @@ def parse_limits(output: str) -> FactValues:
                 sizes.append(int(limit))
     # cgroup v1 represents "no limit" as a number near 2⁶³.
     limits = [int(size) for size in sizes if size < 1 << 60]
-    return {"cpu_limit": float(min(cpus)) if cpus else None, "memory_limit_bytes": min(limits, default=None)}
+    return {
+        "cpu_limit": float(min(cpus)) if cpus else None,
+        "memory_limit_bytes": min(limits, default=None),
+        "limits": tuple(parse_process_limits(output).items()),
+    }
 
 
 def _positive(text: str, name: str) -> float:
@@ -350,7 +355,6 @@ MACHINE_FACTS = (
     Fact("CPU", "cat /proc/cpuinfo; lscpu", parse_cpuinfo),
     Fact("memory", "cat /proc/meminfo", parse_meminfo),
     Fact("limits", _LIMITS_SCRIPT, parse_limits),
-    Fact("processes", _LIMITS_SCRIPT, lambda text: {"limits": tuple(parse_process_limits(text).items())}),
     Fact("disk", 'df -Pk "$place"', parse_disk_free),
     Fact("NVMe drives", NVME_SCRIPT, parse_nvme),
     Fact("Python", f"\"$1\" -S -c '{_PYTHON_PROGRAM}' 2>&1", parse_python),

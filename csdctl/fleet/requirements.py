@@ -1,6 +1,7 @@
 """What csdctl's Python needs for training, and the command that installs or repairs it.
 
-A host without some of it can still look after a fleet. Commands that need it name it with this command.
+A host without some of it can still look after a fleet. Commands that need a missing package print the
+install command.
 """
 
 import platform
@@ -62,8 +63,8 @@ def explain_import(error: ImportError) -> CsdctlError | None:
 
 
 def find_package(trace: str) -> str | None:
-    """Return the package of PACKAGES that a printed traceback says could not be loaded."""
-    for line in trace.splitlines():
+    """Return the package of PACKAGES that could not be loaded according to a printed traceback."""
+    for line in reversed(trace.splitlines()):  # the innermost frame and the cause are last
         match = re.search(r"[/'](?:site|dist)-packages/(\w+)/|No module named '(\w+)", line)
         if match and (match[1] or match[2]) in PACKAGES:
             return match[1] or match[2]

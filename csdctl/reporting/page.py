@@ -1,4 +1,4 @@
-"""A report as one self-contained HTML file without scripts. Its charts have their data as tables, too.
+"""A report as one self-contained HTML file without scripts. Each chart comes with its data as a table.
 
 All text is escaped: names, errors and versions come from nodes and jobs. Should that fail, the page's content
 security policy still refuses scripts and requests.
@@ -30,7 +30,7 @@ LABELS = {
     COMMUNICATION: "communication",
     OTHER: "evaluation, checkpoints",
 }
-"""What a rank spends its time on, in words."""
+"""Labels of the kinds of a rank's time."""
 UNDIVIDED = {
     COMPUTE: "compute and input",
     WAIT: "waiting and communication",
@@ -74,18 +74,18 @@ NUMERIC = re.compile(r"–|[\d,.:]+( ?(%|s|ms|W|[KMGT]?i?B))?( \(\d+%\))?")
 """A cell that is a number with its unit, or unknown."""
 CLASSES = ("", " class=n")
 """Attribute of a cell: of a text, and of a number."""
-COLORS = f":root{{--ink:{INK};--grid:{GRID};--soft:#5a6775;--panel:#f6f8fa;--accent:#0b63b5}}"
+COLORS = f":root{{--ink:{INK};--grid:{GRID};--soft:#5a6775;--panel:#f6f8fa;--accent:{SERIES[0]}}}"
 """Colours that the stylesheet, page.css, names."""
 
 
 @dataclass(frozen=True)
 class Chart:
-    """A drawing, in words too."""
+    """A chart, with its text description and data."""
 
     title: str
     text: str
     draw: Callable[[], str]
-    """Returns the address of the picture, which contains it."""
+    """Returns the picture as a data: URL."""
     data: DataTable
     legend: tuple[str, ...] = ()
     """Names in order of their colours. The page shows them, where they can wrap."""
@@ -118,8 +118,7 @@ def _epoch_chart(runs: Sequence[RunResults], name: str) -> Chart:
     )
 
 
-def speed_chart(runs: Sequence[RunResults]) -> Chart:
-    """Return the throughput over time."""
+def _speed_chart(runs: Sequence[RunResults]) -> Chart:
     lines = {
         run.summary.run_id if len(runs) > 1 else "all ranks": [
             ((number + 0.5) * run.series.interval_s, rate)
@@ -218,7 +217,7 @@ def _draw(draw: Callable[[Any], None], height_in: float) -> str:
     except ModuleNotFoundError as error:
         raise InputError(
             "the HTML report needs matplotlib",
-            remedy=f"{explain_extra('report')}; `--csv` and `--json` need nothing",
+            remedy=f"{explain_extra('report')}; `--csv` and `--json` work without it",
         ) from error
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(WIDTH_IN, height_in), layout="constrained")
@@ -236,7 +235,7 @@ def render_page(runs: Sequence[RunResults]) -> str:
         name.removeprefix("val_") for run in runs for point in run.series.epochs for name in point.results
     )
     by_epoch = [_epoch_chart(runs, name) for name in metrics]
-    learnt = _section("Learning and throughput", *by_epoch, speed_chart(runs))
+    learnt = _section("Learning and throughput", *by_epoch, _speed_chart(runs))
     sections = [
         _section("Results", tables.compare(runs, [tables.describe_run(run.summary) for run in runs])),
         *([learnt] if len(runs) > 1 else []),
@@ -269,9 +268,9 @@ def render_page(runs: Sequence[RunResults]) -> str:
     return "\n".join(parts)
 
 
-def _headline(run: RunResults, name: str) -> str:
+def _headline(run: RunResults, run_id: str) -> str:
     started = datetime.fromtimestamp(run.series.start_s, UTC)
-    named = ", ".join(filter(None, [name, str(run.manifest.job.get("model", ""))]))
+    named = ", ".join(filter(None, [run_id, str(run.manifest.job.get("model", ""))]))
     badge = " <strong class=badge>emulated fleet: not the speed of real devices</strong>"
     lines = "".join(f"<dt>{name}<dd>{_text(text)}" for name, text in write_headline(run).items())
     return (
@@ -287,7 +286,7 @@ def _section(title: str, *parts: Chart | DataTable) -> str:
 
 def _figure(chart: Chart) -> str:
     names = "".join(
-        f'<li class="k{number % len(SERIES)} d{number // len(SERIES)}">{_text(name)}</li>'
+        f'<li class="k{number % len(SERIES)} d{number // len(SERIES) % len(DASHES)}">{_text(name)}</li>'
         for number, name in enumerate(chart.legend if len(chart.legend) > 1 else ())
     )
     return (
@@ -313,7 +312,7 @@ def _table(table: DataTable, title: str) -> str:
             f"<td{CLASSES[is_number]}>{_text(cell)}</td>"
             for cell, is_number in zip(values, numeric[1:], strict=True)
         )
-        rows += f'<tr><th scope="row">{_text(name)}</th>{"".join(cells)}</tr>'
+        rows += f'<tr><th scope="row"{CLASSES[numeric[0]]}>{_text(name)}</th>{"".join(cells)}</tr>'
     head = f"<thead><tr>{header}</tr></thead>" if header else ""
     return (
         f'<div class=scroll role="region" tabindex="0" aria-label="{_text(title)}"><table>'

@@ -1,4 +1,4 @@
-"""What changes during a run, from its events, one by one: time of each rank, epochs, batch sizes, faults.
+"""What changes during a run, from its events, one by one: time of each rank, epochs, faults.
 
 Times are in a fixed number of intervals (`timeline`), however many events there are, and a series has at most
 MAX_POINTS of everything else.
@@ -69,6 +69,11 @@ class Timeline:
             return
         edges = np.clip(np.arange(first, last + 2) * self.interval_s, begin, end)
         self.amounts[series, :, first : last + 1] += np.outer(amounts, np.diff(edges) / (end - begin))
+
+    def merge(self, quantity: int, into: int) -> None:
+        """Move all amounts of one quantity to another."""
+        self.amounts[:, into] += self.amounts[:, quantity]
+        self.amounts[:, quantity] = 0.0
 
 
 @dataclass(frozen=True)
@@ -213,6 +218,9 @@ class SeriesBuilder:
         """Return the seconds of each kind, the samples of the rank, and the samples of all ranks."""
         input_s, others_s, wait_s = report.input_s, report.others_s, report.wait_s
         if others_s is None or input_s is None or not self._series.is_wait_divided:
+            if self._series.is_wait_divided:
+                self._timeline.merge(KINDS.index(INPUT), KINDS.index(COMPUTE))
+                self._timeline.merge(KINDS.index(COMMUNICATION), KINDS.index(WAIT))
             self._series.is_wait_divided = False
             others_s, input_s = wait_s, 0.0
         waited, other_s = min(others_s, wait_s), max(report.wall_s - report.step_s, 0.0)

@@ -38,18 +38,18 @@ class Stored(Generic[ValueT, ClassT]):
     kind: str
     model: ModelProperties
     recipe: str
-    """A hash of what else than the model a step's time depends on."""
-    of: ClassT
+    """Hash of everything except the model that affects step time."""
+    measured_class: ClassT
     value: ValueT
 
 
 @dataclass(frozen=True)
 class Kind(Generic[ValueT, ClassT]):
-    """A kind of measurement: its name, the type of its lines, and what it is repeated by."""
+    """A kind of measurement: its name, the type of its lines, and the key that identifies repetitions."""
 
     name: str
-    lines: TypeAdapter[Stored[ValueT, ClassT]]
-    repeated_by: Callable[[ValueT], Any]
+    adapter: TypeAdapter[Stored[ValueT, ClassT]]
+    identity: Callable[[ValueT], Any]
 
 
 PROBE_SETTINGS, SUM_SETTINGS = attrgetter("settings", "batch_size"), attrgetter("num_ranks", "num_bytes")
@@ -60,12 +60,12 @@ KINDS: dict[str, Kind[Any, Any]] = {kind.name: kind for kind in (PROBE, SUM, TRI
 
 
 class MeasurementStore:
-    """The measurements in a file. Failures raise CsdctlError. If it is optional, they are said instead."""
+    """The measurements in a file. Failures raise CsdctlError. If `is_optional`, they are reported instead."""
 
     def __init__(
         self, path: Path, say: Say = lambda line: None, *, is_optional: bool = False, is_fresh: bool = False
     ) -> None:
-        """Read the file, unless `is_fresh`. `say` tells of lines that are left out."""
+        """Read the file, unless `is_fresh`. `say` reports lines that are left out."""
         self._path, self._say, self._is_optional = path, say, is_optional
         self._stored: list[Stored[Any, Any]] = []
         num_foreign = 0
@@ -73,30 +73,30 @@ class MeasurementStore:
             for line in filter(None, read_lines(path) if not is_fresh else ()):
                 try:
                     stored = json.loads(line)
-                    self._stored.append(KINDS[stored["kind"]].lines.validate_python(stored))
+                    self._stored.append(KINDS[stored["kind"]].adapter.validate_python(stored))
                 except (ValidationError, ValueError, TypeError, KeyError, RecursionError):
                     num_foreign += 1
         except (OSError, InputError) as error:
-            self._fail("earlier measurements are not used", error)
+            self._fail("earlier measurements are not used", error, "make that file readable, or remove it")
         if num_foreign:
             say(f"{path}: lines that are damaged or of another version are ignored: {num_foreign}")
 
     def add(
         self,
         kind: Kind[ValueT, ClassT],
-        of: ClassT,
+        measured_class: ClassT,
         values: Sequence[ValueT],
         model: ModelProperties = NO_MODEL,
         recipe: str = "",
     ) -> None:
         """Store measurements of one class."""
-        added = [Stored(kind.name, model, recipe, of, value) for value in values]
+        added = [Stored(kind.name, model, recipe, measured_class, value) for value in values]
         self._stored += added
         try:
-            lines = (json.dumps(kind.lines.dump_python(stored)) + "\n" for stored in added)
+            lines = (json.dumps(kind.adapter.dump_python(stored)) + "\n" for stored in added)
             append_lines(self._path, "".join(lines).encode())
         except (OSError, InputError) as error:
-            self._fail("measurements are not stored", error)
+            self._fail("measurements are not stored", error, "free some disk space, or fix permissions")
 
     def find(
         self, kind: Kind[ValueT, ClassT], class_key: str, model_hash: str = NO_MODEL.hash, recipe: str = ""
@@ -106,15 +106,15 @@ class MeasurementStore:
         values: list[ValueT] = [
             stored.value
             for stored in sorted(self._stored, key=lambda stored: stored.value.measured_at)
-            if (stored.kind, stored.of.key, stored.model.hash, stored.recipe) == key
+            if (stored.kind, stored.measured_class.key, stored.model.hash, stored.recipe) == key
         ]
         repeated: dict[Any, list[ValueT]] = defaultdict(list)
         for value in values:
-            repeated[kind.repeated_by(value)].append(value)
-        return [value for value in values if value in repeated[kind.repeated_by(value)][-NUM_NEWEST:]]
+            repeated[kind.identity(value)].append(value)
+        return [value for value in values if value in repeated[kind.identity(value)][-NUM_NEWEST:]]
 
-    def _fail(self, failure: str, error: OSError | InputError) -> None:
+    def _fail(self, failure: str, error: OSError | InputError, remedy: str) -> None:
         message = f"{failure}: {self._path}: {getattr(error, 'strerror', None) or error}"
         if not self._is_optional:
-            raise CsdctlError(message, remedy="free some disk space, or fix permissions") from error
+            raise CsdctlError(message, remedy=remedy) from error
         self._say(message)

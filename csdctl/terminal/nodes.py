@@ -239,7 +239,7 @@ def collected_document(bundles: Sequence[Bundle]) -> dict[str, object]:
     names = ("id", "kind", "directory", "num_bytes", "files")
     described = [
         {name: getattr(bundle, name) for name in names}
-        | {"needed_bytes": bundle.unpacked_bytes + bundle.wheel_bytes}
+        | {"needed_bytes": bundle.needed_bytes + bundle.wheel_bytes}
         for bundle in bundles
     ]
     return document("csdctl.bundles/1", bundles=described)

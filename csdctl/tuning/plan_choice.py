@@ -1,4 +1,4 @@
-"""The best plan for a modelled fleet, and what to probe next: few sizes, where they tell most. Pure.
+"""The best plan for a modelled fleet, and what to probe next: a few informative sizes. Pure.
 
 Machines of one class may probe different batch sizes in a round. The first round uses small sizes, which are
 quick. Then the fits give the batch sizes of the best plan, and the next rounds probe at most half of those,
@@ -20,20 +20,20 @@ from csdctl.tuning.search import BestPlan, Limits, find_best, find_best_ranks
 from csdctl.tuning.stannis import TuningError
 
 GOODPUT_SIZES = 20
-"""Global batches to compare, each √2 of the next smaller one."""
+"""Global batches to compare, each √2 times the next smaller."""
 MAX_PROBES = 8
 """Maximum number of probes per class in one tuning."""
 FIRST_SIZES = {1: (16,), 2: (4, 16), 3: (2, 6, 16)}
 """Batch sizes of the first round, by number of machines that measure. A slow node takes seconds for them."""
 MAX_GROWTH = 4
-"""Limit of a probe's batch, relative to the largest that fitted: memory may be exhausted in between."""
+"""Limit of a probe's batch, relative to the largest that fitted: a larger jump could exhaust memory."""
 NEAR = 2.5
 """A probe is informative for sizes within this factor: a trial measures the planned size itself. Half of the
 planned size is probed, and the plan moves a little with the result."""
 MEMORY_NEAR = 1.25
 """Near the memory limit, a larger size within this factor of a measured size is not probed."""
 MIN_SIZES = 2
-"""Minimum number of different sizes of a class, including earlier probes. More hardly improve the plan,
+"""Minimum number of different sizes of a class, including earlier probes. More barely improve the plan,
 because the trial that follows corrects the level of the line (benchmarks/bench_planning.py, with noise)."""
 PLANNED_SHARES = (0.5, 0.3)
 """Shares of the planned size that the machines of a class probe."""
@@ -86,10 +86,11 @@ def limit_for_goodput(model: FleetModel, limits: Limits, noise_scale: float, ref
 
 
 def predict_samples_per_s(model: FleetModel, batch_sizes: Mapping[str, int]) -> float:
-    """Predict the samples/s of a plan with these batch sizes, by machine in the order of the fleet."""
+    """Predict the samples/s of a plan with these batch sizes by machine."""
     members = [member for member in model.candidates() if member.node in batch_sizes]
     sum_s = model.sum_s(len(members) + (HOST_NAME not in batch_sizes))
-    return predict(members, [*batch_sizes.values()], sum_s, model.overhead_factor).samples_per_s
+    sizes = [batch_sizes[member.node] for member in members]
+    return predict(members, sizes, sum_s, model.overhead_factor).samples_per_s
 
 
 def predict_host_samples_per_s(model: FleetModel, limits: Limits) -> float | None:

@@ -32,7 +32,7 @@ CONDITION = b"""\
 csdctl-fact:addresses
   |-- 10.1.1.10
      /32 host LOCAL
-csdctl-fact:processes
+csdctl-fact:limits
 Max open files            1024                 1048576              files
 pids.max 100
 pids.current 20

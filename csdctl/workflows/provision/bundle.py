@@ -5,7 +5,7 @@
 .csdctl/provision/KIND/python.tar.gz     Python itself, for nodes that have none
 
 Without `with_keras`, Keras and all of TensorFlow but its libraries are left out (docs/decisions/0053). The
-same input gives the same bytes.
+same wheels and Debian packages give the same bytes.
 """
 
 import fnmatch
@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from csdctl.documents import build_atomically, check_values, load_json, load_text, save_json, save_text
-from csdctl.errors import CsdctlError, InputError
+from csdctl.errors import CsdctlError, InputError, option
 from csdctl.fleet.requirements import find_program
 from csdctl.notify import Say
 from csdctl.reporting.numbers import format_bytes
@@ -37,14 +37,14 @@ from csdctl.workflows.provision.machine import ARCHITECTURES, SENT_PYTHON, NodeK
 LOCK = Path(__file__).with_name("node.lock")
 """Every package that a rank imports, with the hashes of its wheels for all processors (`make lock`)."""
 
-# What glibc 2.28 and everything older runs. pip takes exactly the tags it is given.
+# Wheels built for glibc 2.28 or older. pip takes exactly the tags it is given.
 _TAGS = (
     *(f"manylinux_2_{minor}" for minor in range(28, 4, -1)),
     *("manylinux2014", "manylinux2010", "manylinux1"),
 )
 
 UNUSED_PACKAGES = ("libclang", "grpcio")
-"""TensorFlow names them, and imports them for its microcontroller tools and its TPU profiler alone."""
+"""TensorFlow names them, and needs them only for its microcontroller tools and its TPU profiler."""
 
 _LIBRARIES = (
     "tensorflow/libtensorflow_framework.so.2",
@@ -52,7 +52,7 @@ _LIBRARIES = (
     "tensorflow/THIRD_PARTY_NOTICES.txt",
     *(f"*.dist-info/{name}" for name in ("METADATA", "WHEEL", "RECORD")),
 )
-"""What is left of TensorFlow's wheel without Keras. They need the libraries of C and C++ alone."""
+"""What is left of TensorFlow's wheel without Keras. They need only the libraries of C and C++."""
 SCHEMA = "csdctl.bundle/1"
 WHEELS = "csdctl-wheels"
 """Where the wheels are on a node, relative to the home of its user."""
@@ -62,7 +62,7 @@ MIRRORS = {
     SUITE: "http://deb.debian.org/debian",
     f"{SUITE}-security": "http://deb.debian.org/debian-security",
 }
-PACKAGES = (
+DEBIAN_PACKAGES = (
     *(f"python{SENT_PYTHON}-minimal", f"libpython{SENT_PYTHON}-minimal", f"libpython{SENT_PYTHON}-stdlib"),
     *("libc6", "libgcc-s1", "libstdc++6", "zlib1g", "libexpat1", "libssl3", "libffi8", "libbz2-1.0"),
     *("liblzma5", "libuuid1", "libcrypt1", "libsqlite3-0"),
@@ -72,12 +72,7 @@ ARCHIVE_VERSION = 3
 
 
 def run_program(
-    command: Sequence[str],
-    doing: str,
-    *,
-    deadline_s: float = 600.0,
-    remedy: str = "check the network of this host",
-    cwd: Path | None = None,
+    command: Sequence[str], doing: str, *, remedy: str, deadline_s: float = 600.0, cwd: Path | None = None
 ) -> None:
     """Run a program that ends with csdctl. Raises CsdctlError after the deadline, or with its message."""
     try:
@@ -131,10 +126,11 @@ def select_locked(lock: str, kind: NodeKind, *, with_keras: bool) -> list[str]:
 def _find_packages_of_keras(lock: str) -> set[str]:
     """Return Keras and what only Keras and TensorFlow need, by the comments of a lock file (`# via NAME`)."""
     users: dict[str, set[str]] = {}
+    name = ""
     for line in lock.splitlines():
-        if match := re.match(r"([\w.-]+)==", line):
-            name = match[1]
-        elif match := re.match(r"\s+#\s+(?:via\s+)?(?!-c |via$)(\S+)", line):
+        if match := re.match(r"\w[\w.-]*", line):
+            name = match[0]
+        elif name and (match := re.match(r"\s+#\s+(?:via\s+)?(?!-c |via$)(\S+)", line)):
             users.setdefault(name, set()).add(match[1])
     unneeded = {"keras", *TENSORFLOW}
     while more := {name for name, needing in users.items() if needing <= unneeded} - unneeded:
@@ -161,7 +157,7 @@ def download_wheels(locked: Sequence[str], kind: NodeKind, directory: Path) -> l
 
 
 def keep_libraries(source: Path, target: Path) -> None:
-    """Write TensorFlow's wheel `source` to `target` with its libraries and metadata alone."""
+    """Write TensorFlow's wheel `source` to `target` with only its libraries and metadata."""
 
     def is_kept(name: str) -> bool:
         return any(fnmatch.fnmatchcase(name, pattern) for pattern in _LIBRARIES)
@@ -194,7 +190,7 @@ class Bundle:
     directory: Path
     kind: NodeKind
     recipe: str
-    """The hash of everything that it is made from; its id on the nodes."""
+    """The hash of the request, the locked wheels and the names of the Debian packages."""
     wheels: tuple[BundleFile, ...]
     python: BundleFile | None = None
     python_id: str = ""
@@ -222,8 +218,13 @@ class Bundle:
 
     @property
     def unpacked_bytes(self) -> int:
+        """The size of all files when they are unpacked."""
+        return sum(file.unpacked_bytes for file in self.files)
+
+    @property
+    def needed_bytes(self) -> int:
         """The space that a node needs below the prefix, with byte code, and blocks that are not full."""
-        return int(1.3 * sum(file.unpacked_bytes for file in self.files))
+        return int(1.3 * self.unpacked_bytes)
 
 
 @dataclass(frozen=True)
@@ -243,7 +244,7 @@ class ProvisionRequest:
     def __post_init__(self) -> None:
         if not self.prefix.startswith("/") or ".." in self.prefix.split("/") or not self.prefix.strip("/"):
             remedy = "use an absolute path, such as /opt/csdctl"
-            raise InputError(f"--prefix {self.prefix!r} cannot be used", remedy=remedy)
+            raise InputError(f"{option('prefix')} {self.prefix!r} cannot be used", remedy=remedy)
 
 
 def collect_bundle(request: ProvisionRequest, kind: NodeKind, say: Say) -> Bundle:
@@ -254,12 +255,12 @@ def collect_bundle(request: ProvisionRequest, kind: NodeKind, say: Say) -> Bundl
     if (target / "bundle.json").exists() and (bundle := load_bundle(target)).recipe == recipe:
         return bundle
     say(f"{kind.name}: collecting wheels{' and Python' if kind.sends_python else ''}")
-    with build_atomically(target) as new:
-        bundle = replace(_build(request, kind, locked, new), recipe=recipe)
+    with build_atomically(target) as staging:
+        bundle = replace(_build(request, kind, locked, staging), recipe=recipe)
         content = {name: value for name, value in asdict(bundle).items() if name != "directory"}
-        save_json(new / "bundle.json", {"schema": SCHEMA, **content})
-    unpacked_bytes = sum(file.unpacked_bytes for file in bundle.files)
-    say(f"{kind.name}: {format_bytes(bundle.num_bytes)} to send, {format_bytes(unpacked_bytes)} unpacked")
+        save_json(staging / "bundle.json", {"schema": SCHEMA, **content})
+    sizes = f"{format_bytes(bundle.num_bytes)} to send, {format_bytes(bundle.unpacked_bytes)} unpacked"
+    say(f"{kind.name}: {sizes}")
     return load_bundle(target)
 
 
@@ -273,10 +274,10 @@ def load_bundle(directory: Path) -> Bundle:
     return check_values({"directory": str(directory), **content}, Bundle, str(path))
 
 
-def _build(request: ProvisionRequest, kind: NodeKind, locked: Sequence[str], new: Path) -> Bundle:
-    wheels = new / "wheels"
+def _build(request: ProvisionRequest, kind: NodeKind, locked: Sequence[str], staging: Path) -> Bundle:
+    wheels = staging / "wheels"
     wheels.mkdir()
-    with tempfile.TemporaryDirectory(dir=new.parent, prefix=".collecting-") as temporary:
+    with tempfile.TemporaryDirectory(dir=staging.parent, prefix=".collecting-") as temporary:
         files = []
         for path in download_wheels(locked, kind, Path(temporary)):
             is_tensorflow = path.name.split("-")[0].replace("_", "-") in TENSORFLOW
@@ -288,10 +289,10 @@ def _build(request: ProvisionRequest, kind: NodeKind, locked: Sequence[str], new
         pins = [f"{'=='.join(file.name.split('-')[:2])} --hash=sha256:{file.sha256}\n" for file in files]
         save_text(wheels / "requirements.txt", "".join(pins))
         (wheels / "requirements.txt").chmod(0o600)
-        bundle = Bundle(new, kind, "", tuple(files))
+        bundle = Bundle(staging, kind, "", tuple(files))
         if not kind.sends_python:
             return bundle
-        archive = new / "python.tar.gz"
+        archive = staging / "python.tar.gz"
         work = Path(temporary) / "python"
         python_id, unpacked_bytes = build_python(kind.architecture, request.prefix, work, archive)
     return replace(bundle, python=_describe(archive, unpacked_bytes), python_id=python_id)
@@ -302,8 +303,8 @@ def _describe(path: Path, unpacked_bytes: int) -> BundleFile:
 
 
 def hash_recipe(request: ProvisionRequest, kind: NodeKind, locked: Sequence[str]) -> str:
-    """Return the hash of everything that a bundle is made from."""
-    archive = [ARCHIVE_VERSION, request.prefix] if kind.sends_python else []
+    """Return the hash of the input of a bundle. Debian's versions are found when it is collected."""
+    archive = [ARCHIVE_VERSION, request.prefix, MIRRORS, DEBIAN_PACKAGES] if kind.sends_python else []
     made_from = [SCHEMA, asdict(kind), sorted(locked), _LIBRARIES, archive, request.with_keras]
     return hashlib.sha256(json.dumps(made_from).encode()).hexdigest()
 
@@ -325,17 +326,19 @@ def build_python(architecture: str, prefix: str, work: Path, archive: Path) -> t
     missing = {program: package for program, package in needed.items() if not find_program(program)}
     if not KEYRING.exists():
         missing[str(KEYRING)] = "debian-archive-keyring"
-    for needed_name, package in missing.items():
+    if missing:
+        install = f"apt-get install {' '.join(missing.values())}"
         raise CsdctlError(
-            f"{needed_name} is needed to collect Python for nodes that have none, and is not installed",
-            remedy=f"`apt-get install {package}`, or install Python {SENT_PYTHON} on those nodes",
+            f"collecting Python for nodes that have none needs {', '.join(missing)}, not installed here",
+            remedy=f"`{install}`, or install Python {SENT_PYTHON} on those nodes",
         )
     packages = _download(ARCHITECTURES[architecture], work)
     made_from = f"{ARCHIVE_VERSION} {prefix} {sorted(packages.items())}"
     digest = hashlib.sha256(made_from.encode()).hexdigest()[:12]
     tree = work / "tree"
     for name in packages:
-        run_program(["dpkg-deb", "--extract", str(work / "debs" / name), str(tree)], "unpacking Python")
+        command = ["dpkg-deb", "--extract", str(work / "debs" / name), str(tree)]
+        run_program(command, "unpacking Python", remedy="check the free space of this host")
     _bind_to(tree, architecture, python_directory(prefix, digest))
     return digest, _pack(tree, archive)
 
@@ -357,15 +360,19 @@ def _download(architecture: str, work: Path) -> dict[str, str]:
         "Dir::State::status": root / "status",
     }
     apt = ["apt-get", "--quiet", *(f"--option={name}={value}" for name, value in options.items())]
-    run_program([*apt, "update"], "apt-get update")
-    run_program([*apt, "download", *PACKAGES], "apt-get download", cwd=debs)
+    remedy = "check the network of this host"
+    run_program([*apt, "update"], "apt-get update", remedy=remedy)
+    run_program([*apt, "download", *DEBIAN_PACKAGES], "apt-get download", remedy=remedy, cwd=debs)
     return {path.name: hash_file(path) for path in sorted(debs.glob("*.deb"))}
 
 
 def _bind_to(tree: Path, architecture: str, directory: str) -> None:
-    """Write loader and library paths into the program. DT_RPATH also holds for libraries of extensions."""
+    """Write loader and library paths into the program.
+
+    Unlike DT_RUNPATH, DT_RPATH also applies to libraries that extension modules load.
+    """
     libraries = f"usr/lib/{architecture}-linux-gnu"
-    # All below sys.base_prefix: a sandboxed Python may read and start nothing else.
+    # Keep everything below sys.base_prefix, the only place a sandboxed Python may access.
     for source in (tree / "lib" / f"{architecture}-linux-gnu").iterdir():
         source.replace(tree / libraries / source.name)
     for name in ("lib", "lib64"):
@@ -373,7 +380,9 @@ def _bind_to(tree: Path, architecture: str, directory: str) -> None:
     program = tree / f"usr/bin/python{SENT_PYTHON}"
     loader, paths = f"{directory}/{libraries}/{_LOADERS[architecture]}", f"{directory}/{libraries}"
     options = ("--set-interpreter", loader, "--force-rpath", "--set-rpath", paths)
-    run_program([find_program("patchelf"), *options, str(program)], "patchelf")
+    run_program(
+        [find_program("patchelf"), *options, str(program)], "patchelf", remedy="update patchelf on this host"
+    )
 
 
 def _pack(tree: Path, archive: Path) -> int:

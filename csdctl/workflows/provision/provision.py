@@ -354,7 +354,7 @@ def send_bundle(
     on_progress: OnDeliveryProgress = lambda progress: None,
 ) -> Sent:
     """Send `machine` what it lacks. Raises NodeError for a small disk, and what `deliver` raises."""
-    bundle, archive, needed_bytes = content.bundle, content.bundle.python, content.bundle.unpacked_bytes
+    bundle, archive, needed_bytes = content.bundle, content.bundle.python, content.bundle.needed_bytes
     directory, dry_run = python_directory(request.prefix, bundle.python_id), request.is_dry_run
     python = f"{directory}/usr/bin/python{bare.SENT_PYTHON}" if archive else machine.python
     if machine.installed == bundle.id:

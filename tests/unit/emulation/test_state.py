@@ -59,17 +59,19 @@ def test_the_fleet_file_can_be_read_by_csdctl(paths: FleetPaths, state: FleetSta
     }
 
 
-def test_only_a_fleet_file_of_this_fleet_is_overwritten_and_removed_with_its_facts(
+def test_only_an_unedited_fleet_file_of_this_fleet_is_overwritten_and_removed_with_its_facts(
     paths: FleetPaths, state: FleetState
 ) -> None:
     path = state.fleet_path
     save_fleet_file(paths, state, "python3")
     text = path.read_text()
-    path.write_text(text.replace(paths.fleet_id, "another"))
-    remove_fleet(paths)
-    with pytest.raises(InputError, match="was not written by"):
-        start_fleet(paths.directory, state.spec, fleet_path=path)
-    path.write_text(text + "# mine\n")
+    for other in (text.replace(paths.fleet_id, "another"), text + "# mine\n"):
+        path.write_text(other)
+        remove_fleet(paths)
+        with pytest.raises(InputError, match="was edited, or not written by"):
+            start_fleet(paths.directory, state.spec, fleet_path=path)
+        assert path.read_text() == other
+    path.write_text(text)
     path.with_name("fleet.facts.json").write_text("{}")
     remove_fleet(paths)
     assert not [*path.parent.glob("fleet.*")]

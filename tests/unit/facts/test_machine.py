@@ -225,7 +225,7 @@ def test_wrong_python_is_noted_and_other_facts_are_kept(tmp_path: Path, python: 
         ("home", "/a\x1b[2J", "home", "home is '/a"),
         ("NVMe drives", "begin\ncontroller \x1b[2J\nserial S", "drives", "NVMe drives unknown: device is"),
         ("addresses", " |-- 999.1.1.1\n /32 host LOCAL", "addresses", "addresses is"),
-        ("processes", f"Max open files 1 {'9' * 5000} files", "limits", "processes unknown"),
+        ("limits", f"Max open files 1 {'9' * 5000} files", "limits", "limits unknown"),
         ("places", f"place /\nplace /\nspace x 1 1 {'9' * 400} 1% /", "home_space", "places unknown"),
         ("places", "place a\x1b\nplace /", "home_space", "places unknown"),
     ],
@@ -263,7 +263,8 @@ def test_big_and_little_cores_are_both_named() -> None:
     ],
 )
 def test_tightest_limit_wins(lines: str, cpu_limit: float | None, memory_limit: int | None) -> None:
-    assert parse_limits(lines) == {"cpu_limit": cpu_limit, "memory_limit_bytes": memory_limit}
+    limits = parse_limits(lines)
+    assert (limits["cpu_limit"], limits["memory_limit_bytes"]) == (cpu_limit, memory_limit)
 
 
 def test_invalid_limit_in_the_environment_is_reported() -> None:

@@ -1,6 +1,7 @@
 """The HTML report and the CSV, of a run whose node has an unpleasant name."""
 
 import csv
+import html
 import io
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -101,6 +102,12 @@ def test_page_begins_with_its_headline_and_leaves_out_what_is_empty(text: str) -
     assert "<h2>Faults" in text
     assert "TensorFlow" not in text  # of no machine
     assert text.count("emulated fleet") == 1
+
+
+def test_numbers_are_right_aligned_also_in_the_first_column(text: str) -> None:
+    assert '<th scope="col" class=n>epoch</th>' in text
+    assert '<tr><th scope="row" class=n>1</th>' in text
+    assert f'<tr><th scope="row">{html.escape(f"1 {EVIL}")}</th>' in text
 
 
 def test_reports_that_overlap_in_time_stay_in_their_lane() -> None:

@@ -58,6 +58,15 @@ def test_time_of_a_rank_is_divided_by_kind() -> None:
     assert spent[COMPUTE] == pytest.approx([0.2, 0.2])  # half of it in each second
 
 
+def test_time_that_was_divided_before_a_rank_did_not_divide_its_own_is_counted_with_the_other() -> None:
+    undivided = replace(progress(0), others_s=None, input_s=None)
+    built = series((100.0, Ready(1, "csd0", 10)), (101.5, progress(1)), (101.5, undivided))
+    assert not built.is_wait_divided
+    for spent in built.spent_s:
+        total_s = {kind: sum(values) for kind, values in spent.items()}
+        assert total_s == pytest.approx({COMPUTE: 0.5, INPUT: 0.0, WAIT: 0.4, COMMUNICATION: 0.0, OTHER: 0.1})
+
+
 def test_end_of_an_epoch_adds_what_was_not_reported_before() -> None:
     run = series((100.0, Ready(1, "csd0", 10)), (101.0, progress(1)), (102.0, epoch_end(1)))
     assert sum(run.samples[1]) == pytest.approx(100)

@@ -14,7 +14,7 @@ import pytest
 
 from csdctl.reporting.live_metrics import _Figures
 from csdctl.reporting.numbers import format_rate, format_seconds
-from csdctl.reporting.page import render_page, speed_chart
+from csdctl.reporting.page import _speed_chart, render_page
 from csdctl.reporting.results import RunResults, load_run_status, read_results
 from csdctl.runs.directory import EventLog, ProjectDirectory, RunDirectory
 from csdctl.terminal.report import render_report
@@ -109,7 +109,7 @@ def check_charts(results: RunResults, expected: dict[str, Any]) -> None:
     rates = [(rate, seconds) for rate, seconds in pairs if rate is not None]
     mean = sum(rate * seconds for rate, seconds in rates) / sum(seconds for _, seconds in rates)
     assert mean == pytest.approx(expected["samples_per_s"], **NEAR)
-    assert [row[2] for row in speed_chart([results]).data.rows] == [format_rate(rate) for rate, _ in rates]
+    assert [row[2] for row in _speed_chart([results]).data.rows] == [format_rate(rate) for rate, _ in rates]
     for rank, figures in expected["ranks"].items():
         assert sum(series.samples[rank]) == pytest.approx(figures["samples"])
         assert sum(series.step_s(rank)) == pytest.approx(figures["compute_s"] + figures["wait_s"], **NEAR)

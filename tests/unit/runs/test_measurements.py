@@ -165,5 +165,6 @@ class TestUnusableFiles:
         path.mkdir(parents=True)
         first, *_ = messages_when_measuring(path)
         assert "earlier measurements are not used" in first
-        with pytest.raises(CsdctlError, match="earlier measurements are not used"):
+        with pytest.raises(CsdctlError, match="earlier measurements are not used") as raised:
             MeasurementStore(path)
+        assert "readable" in raised.value.remedy

@@ -13,11 +13,13 @@ from csdctl.documents import save_json
 from csdctl.errors import CsdctlError, InputError
 from csdctl.shipping.store import hash_file
 from csdctl.transport.local import LocalSession
+from csdctl.workflows.provision import bundle as bundles
 from csdctl.workflows.provision.bundle import (
     SCHEMA,
     Bundle,
     BundleFile,
     ProvisionRequest,
+    build_python,
     load_bundle,
     python_directory,
 )
@@ -97,6 +99,16 @@ def test_python_that_was_damaged_on_the_node_is_sent_again(bundle: Bundle, tmp_p
         sent = send_bundle(request, session, machine(), read_bundle(bundle))
     assert Path(sent.python).is_symlink()
     assert [path.name for path in damaged.iterdir()] == ["usr"]
+
+
+def test_all_packages_that_collecting_python_lacks_are_named_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bundles, "find_program", lambda name: "" if name == "patchelf" else name)
+    monkeypatch.setattr(bundles, "KEYRING", tmp_path / "keyring.gpg")
+    with pytest.raises(CsdctlError, match=r"needs patchelf, .*keyring\.gpg") as raised:
+        build_python("aarch64", "/opt/csdctl", tmp_path, tmp_path / "python.tar.gz")
+    assert "`apt-get install patchelf debian-archive-keyring`" in raised.value.remedy
 
 
 def test_other_file_in_place_of_a_bundle_is_an_error(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from csdctl.workflows.provision.machine import PYTHONS, NodeKind
 ARM = NodeKind("aarch64", "3.11", sends_python=False)
 LOCKED = """\
 # a comment
+    # an indented comment
 tensorflow==2.21.0 ; platform_machine != 'x86_64' \\
     --hash=sha256:aa \\
     --hash=sha256:bb
@@ -45,7 +46,7 @@ keras==3.15.1 \\
 rich==15.0.0 \\
     --hash=sha256:ff
     # via keras
-pygments==2.21.0 \\
+pygments[extra]==2.21.0 \\
     --hash=sha256:ff
     # via rich
 six==1.17.0 \\
