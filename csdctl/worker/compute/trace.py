@@ -319,15 +319,12 @@ class GraphBuilder:
             node.attr.pop("_class", None)  # it names the placeholders of variables
         results = [[tensor.name for tensor in gives] for gives, _ in self._cuts]
         results.append([tensor.name for tensor in traced.outputs])
-        asserted = [
-            operation.name
-            for operation in traced.control_outputs
-            if operation.type == "Assert" or "AssertGuard" in operation.name
-        ]
-        stages = _divide(definition, [*results[:-1], [*results[-1], *asserted]])
-        for number, stage in enumerate(stages):
+        effects = self._find_effects(traced, definition)
+        stages = _divide(
+            definition, [[*part, *effect] for part, effect in zip(results, effects, strict=True)]
+        )
+        for number, (stage, targets) in enumerate(zip(stages, effects, strict=True)):
             name = names[min(number, len(names) - 1)].format(number)
-            targets = asserted if number == len(self._cuts) else []
             tensors = [*results[number], *stage.kept]
             elements = tf.graph_util.import_graph_def(
                 stage.extract(definition),
@@ -344,6 +341,26 @@ class GraphBuilder:
             for place, tensor in enumerate(passed):
                 mapped[tensor.name] = self._placeholder(f"{name}_passes_{place}", tensor)
                 feeds.append(mapped[tensor.name].name)
+
+    def _find_effects(self, traced: Any, definition: Any) -> list[list[str]]:
+        """Return assertions and calls of Python by stage. They run even if nothing uses their result."""
+        places = {operation.name: place for place, operation in enumerate(traced.get_operations())}
+        cuts = [places[gives[0].op.name] for gives, _ in self._cuts]
+        library = {function.signature.name: function.node_def for function in definition.library.function}
+        nodes = {node.name: node for node in definition.node}
+
+        def calls_python(node: Any) -> bool:
+            called = (value.func.name for value in node.attr.values() if value.HasField("func"))
+            inner = (inner for name in called for inner in library.get(name, ()))
+            return node.op in PYTHON_OPERATIONS or any(map(calls_python, inner))
+
+        effects: list[list[str]] = [[] for _ in range(len(cuts) + 1)]
+        for operation in traced.control_outputs:
+            is_assertion = operation.type == "Assert" or "AssertGuard" in operation.name
+            if is_assertion or calls_python(nodes[operation.name]):
+                stage = len(cuts) if is_assertion else sum(places[operation.name] > cut for cut in cuts)
+                effects[stage].append(operation.name)
+        return effects
 
     def _placeholder(self, name: str, spec: Any) -> Any:
         if name not in self._placeholders:

@@ -157,3 +157,25 @@ def test_stages_of_a_function_take_what_comes_behind_their_cut() -> None:
     assert given == [7.0, 60.0]
     assert float(stages[2](*inputs).array(0)) == 116.0
     assert calls == [1]
+
+
+def test_python_is_called_in_the_stage_where_it_stands_even_if_nothing_uses_the_result() -> None:
+    builder, calls = GraphBuilder(), list[str]()
+
+    def note(name: str) -> Any:
+        return tf.numpy_function(lambda: (calls.append(name), np.float32(0))[1], [], tf.float32)
+
+    def code(scope: Values, x: Any) -> Any:
+        note("before")
+        (y,) = builder.cut([x], [(tf.float32, ())])
+        tf.cond(x > 1, lambda: note("between"), lambda: 0.0)
+        (z,) = builder.cut([y + x], [(tf.float32, ())])
+        tf.function(note)("after")
+        return [y + z]
+
+    builder.add(("stage_{}",), code, {"x": SCALAR})
+    session = GraphSession(builder.optimize(has_python=True), Runtime())
+    x, y, z = (np.array(value, np.float32) for value in (2, 3, 4))
+    for number, inputs in enumerate(([x], [x, y], [x, y, z])):
+        session.find(f"stage_{number}", builder.functions[f"stage_{number}"])(*inputs)
+        assert calls == ["before", "between", "after"][: number + 1]
