@@ -44,9 +44,10 @@ REACHABLE = {
     SPLIT: "the throughput if the busiest rank never waited",
 }
 """What efficiency is relative to, by strategy."""
+WEAK, STRONG = "weak", "strong"
 KINDS = {
-    "weak": "weak scaling: the global batch grows with the ranks",
-    "strong": "strong scaling: the global batch stays",
+    WEAK: "weak scaling: the global batch grows with the ranks",
+    STRONG: "strong scaling: the global batch stays",
 }
 """The kinds of a scaling series, in words."""
 

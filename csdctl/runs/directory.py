@@ -96,7 +96,7 @@ class Manifest(_Part):
     @property
     def nodes(self) -> list[str]:
         """The machine of each rank."""
-        return [rank.node for rank in self.plan.ranks]
+        return self.plan.nodes
 
 
 def check_links(directory: Path) -> None:

@@ -45,7 +45,7 @@ class PlanFingerprint(Document):
     job: dict[str, Any] = {}
     """Values by their names in job.yaml, without those that are not set."""
     files: dict[str, str] = {}
-    """A hash of the content of each of the user's own files, by path."""
+    """A hash of the content of each of the user's files, by path."""
     machines: dict[str, str] = {}
     """The description of each rank's machine (`MachineClass.name`)."""
 
@@ -103,9 +103,14 @@ class RankPlan(Runtime):
                 "that fits in memory"
             )
 
+    @classmethod
+    def with_runtime(cls, runtime: Runtime, **fields: Any) -> Self:
+        """Return a rank with the settings of `runtime` and its other fields."""
+        return cls(**asdict(runtime), **fields)
+
     @property
     def runtime(self) -> Runtime:
-        """TensorFlow's settings alone."""
+        """Only TensorFlow's settings."""
         return Runtime(self.threads, self.inter_threads, self.onednn, self.device)
 
     @property
@@ -154,7 +159,7 @@ class Predicted(Document):
     samples_per_s_range: tuple[Positive, Positive] | None = None
     """9 of 10 runs are expected to reach a throughput in it (perfmodel/spread.py)."""
     host_samples_per_s: Positive | None = None
-    """Throughput predicted for the host alone, with the batch size that tuning would choose for it."""
+    """Throughput predicted for only the host, with the batch size that tuning would choose for it."""
     compute_share: float
     imbalance_share: float
     communication_share: float
@@ -208,7 +213,7 @@ class Plan(Document):
     cut: str = ""
     """For `split`: the last layer that nodes compute."""
     trains_on_host: bool = False
-    """For `features`, of public samples alone: all machines compute them, the host trains on all of them."""
+    """For `features` of only public samples: all machines compute them, the host trains on all of them."""
     strategies: list[StrategyPlan] = []
     """The strategies that were compared."""
     left_out: list[str] = []
@@ -216,6 +221,11 @@ class Plan(Document):
     made_for: PlanFingerprint | None = None
     """None: a plan written manually, which only has `job_fingerprint` to compare."""
     ranks: Annotated[list[RankPlan], Field(min_length=1), AfterValidator(_check_ranks)]
+
+    @property
+    def nodes(self) -> list[str]:
+        """The machines in rank order."""
+        return [rank.node for rank in self.ranks]
 
     @property
     def batch_sizes(self) -> list[int]:
@@ -235,11 +245,8 @@ class Plan(Document):
     def for_host_alone(self) -> "Plan":
         """Return the plan whose only rank is the host's, with the same global batch."""
         host = self.ranks[0]
-        alone = RankPlan(
-            node=host.node,
-            batch_size=self.global_batch,
-            micro_batch_size=host.micro_batch_size,
-            **asdict(host.runtime),
+        alone = RankPlan.with_runtime(
+            host.runtime, node=host.node, batch_size=self.global_batch, micro_batch_size=host.micro_batch_size
         )
         return self.model_copy(update={"ranks": [alone], "predicted": None})
 

@@ -7,7 +7,7 @@ until every class was measured there: large steps take long, and the trial measu
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from math import ceil
 
 from csdctl.errors import option
@@ -94,7 +94,7 @@ def predict_samples_per_s(model: FleetModel, batch_sizes: Mapping[str, int]) -> 
 
 
 def predict_host_samples_per_s(model: FleetModel, limits: Limits) -> float | None:
-    """Predict the samples/s of the host alone. None if it does not train, or the limits allow no plan."""
+    """Predict the samples/s of only the host. None if it does not train, or the limits allow no plan."""
     hosts = [rank for rank in model.candidates() if rank.node == HOST_NAME]
     with suppress(TuningError):
         return find_best(hosts, limits, model.sum_s_of_training).prediction.samples_per_s if hosts else None
@@ -109,10 +109,10 @@ def plan_ranks(model: FleetModel, best: BestPlan) -> tuple[RankPlan, ...]:
         members = model.class_of(machine)
         # A small model has no limit of its own.
         at_once = None if members.max_at_once is None else min(members.max_at_once, MAX_BATCH_SIZE)
-        rank = RankPlan(
+        rank = RankPlan.with_runtime(
+            members.settings,
             node=machine,
             batch_size=batch_size,
-            **asdict(members.settings),
             # Set even when this batch fits, because it may grow during a run, or in a plan for fewer nodes.
             micro_batch_size=at_once if members.is_divisible else None,
             max_batch_size=None if members.is_divisible else at_once,

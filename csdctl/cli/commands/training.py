@@ -12,6 +12,7 @@ from csdctl.cli.parameters import argument, complete_models, complete_runs, opti
 from csdctl.errors import InputError
 from csdctl.terminal.streams import Streams
 from csdctl.tuning.stannis import DEFAULT_BATCH_SIZES, DEFAULT_MARGIN_SCALE, DEFAULT_STEP_DIVISOR
+from csdctl.worker.protocol.run_spec import CHECKPOINT_INTERVAL_S, NUM_CHECKPOINTS
 
 power = partial(option, rich_help_panel="Power")
 of_fit = partial(option, rich_help_panel="Method fit")
@@ -184,10 +185,13 @@ def train(
     cut: str = options.CUT,
     micro_batches: int = options.MICRO_BATCHES,
     checkpoint_seconds: float | None = parameters.resuming(
-        None, "Seconds between checkpoints in an epoch; default: 600, or as a resumed run."
+        None,
+        f"Seconds between checkpoints in an epoch; default: {CHECKPOINT_INTERVAL_S:g}, or as a resumed run.",
     ),
     keep: int | None = parameters.resuming(
-        None, "Checkpoints to keep, besides the best; default: 3, or as the resumed run.", min=1
+        None,
+        f"Checkpoints to keep, besides the best; default: {NUM_CHECKPOINTS}, or as the resumed run.",
+        min=1,
     ),
     start_timeout: float = parameters.resuming(300.0, "Timeout in seconds until every rank is ready."),
     silence_timeout: float = parameters.resuming(
@@ -324,15 +328,15 @@ def scale(
     dry_run: bool = options.DRY_RUN,
 ) -> None:
     """Train with 0, 1, 2 … nodes, and show speed-up, efficiency and energy."""
-    from csdctl.reporting.tables import KINDS
+    from csdctl.reporting.tables import STRONG, WEAK
     from csdctl.terminal.report import show_points, show_series
     from csdctl.terminal.train import train_point
     from csdctl.workflows.forecast.forecast import parse_node_counts
     from csdctl.workflows.train.request import TrainOptions
-    from csdctl.workflows.train.scale import STRONG, WEAK, plan_points, run_series
+    from csdctl.workflows.train.scale import plan_points, run_series
 
     streams = call.streams
-    kinds = [kind for kind, is_asked in ((WEAK, weak), (STRONG, strong)) if is_asked] or list(KINDS)
+    kinds = [kind for kind, is_asked in ((WEAK, weak), (STRONG, strong)) if is_asked] or [WEAK, STRONG]
     # Batch sizes that moved during a run would be another plan than that of its point.
     training = call.training(
         TrainOptions(max_steps=max_steps, is_balanced=False),

@@ -26,6 +26,8 @@ ELEMENT_SPEC = "element_spec"
 AUTO, CPU, GPU = DEVICES = "auto", "cpu", "gpu"
 Device = Annotated[str, OneOf(DEVICES)]
 """What a rank computes on; `auto` is a GPU where TensorFlow sees one."""
+NUM_CHECKPOINTS, CHECKPOINT_INTERVAL_S = 3, 600.0
+"""Defaults of a run."""
 COPIES = ".csdctl/copies"
 """On every other server, below its home: a project directory with the runs that it can take over."""
 
@@ -184,9 +186,9 @@ class RunSpec:
     """Path of the run's manifest on other servers, which keep copies of the state; '' for no copies."""
     is_balanced: bool = True
     """Whether batch sizes change when a rank is slower or faster than planned."""
-    checkpoint_interval_s: Annotated[float, AnyNumber] = 600.0
+    checkpoint_interval_s: Annotated[float, AnyNumber] = CHECKPOINT_INTERVAL_S
     """The longest time between checkpoints; there is also one after every epoch."""
-    num_checkpoints: Count = 3
+    num_checkpoints: Count = NUM_CHECKPOINTS
     """Checkpoints to keep; 0 writes none."""
     progress_interval_s: Seconds = 0.5
     max_steps: Count | None = None

@@ -40,7 +40,7 @@ from csdctl.worker.process.files import (
 )
 from csdctl.worker.protocol.events import CheckpointSaved, Warned
 from csdctl.worker.protocol.json_codec import to_json
-from csdctl.worker.protocol.run_spec import COPIES, RunSpec, step_file_in_memory
+from csdctl.worker.protocol.run_spec import COPIES, NUM_CHECKPOINTS, RunSpec, step_file_in_memory
 from csdctl.worker.tasks.progress import Position, Reporter, max_state_bytes, pack, position_of, unpack
 
 KEPT_STEP_FILE = "step.state"
@@ -140,7 +140,7 @@ class Checkpoints:
     """A run's checkpoints on disk: written aside, synced, renamed. The newest few and the best are kept."""
 
     directory: Path
-    num_kept: int = 3
+    num_kept: int = NUM_CHECKPOINTS
 
     def save(self, packed: Array, position: Position, *, is_best: bool = False) -> Path:
         """Write a checkpoint, and remove checkpoints that are not kept any longer. Raises OSError."""

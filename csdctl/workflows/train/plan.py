@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 from csdctl.errors import InputError, option
@@ -29,7 +29,10 @@ def build_fingerprint(plan: Plan, job: Job, facts: Mapping[str, Facts]) -> PlanF
 
 
 def find_changes(plan: Plan, job: Job, facts: Mapping[str, Facts]) -> list[str]:
-    """Return what has changed since `plan` was made. Epochs count only where it compares strategies."""
+    """Return what has changed since `plan` was made.
+
+    A changed number of epochs matters only if the plan compared strategies.
+    """
     epochs = plan.made_for and plan.made_for.job.get("recipe.epochs")
     if isinstance(epochs, int) and sum(forecast.first_run_s is not None for forecast in plan.strategies) < 2:
         job = replace(job, recipe=replace(job.recipe, epochs=epochs))
@@ -41,14 +44,13 @@ def find_changes(plan: Plan, job: Job, facts: Mapping[str, Facts]) -> list[str]:
 
 def find_unplanned(plan: Plan, fleet: Fleet) -> list[str]:
     """Return the nodes of `fleet` that the plan neither uses nor leaves out."""
-    planned = {*(rank.node for rank in plan.ranks), *plan.left_out}
+    planned = {*plan.nodes, *plan.left_out}
     return [node.name for node in fleet.nodes if node.name not in planned]
 
 
 def find_left_out(plan: Plan, fleet: Fleet) -> list[str]:
     """Return the nodes of `fleet` that the plan leaves out because training is faster without them."""
-    planned = {rank.node for rank in plan.ranks}
-    left_out = set(plan.left_out) - planned  # a rank that was added manually takes part
+    left_out = set(plan.left_out) - set(plan.nodes)  # a rank that was added manually takes part
     return [node.name for node in fleet.nodes if node.name in left_out]
 
 
@@ -78,7 +80,9 @@ def check_plan(plan: Plan, job: Job, fleet: Fleet, facts: Mapping[str, Facts]) -
         problem = f"the plan does not include {', '.join(new)}"
         raise InputError(problem, remedy=f"{RETUNE}, or train with {option('exclude')} {','.join(new)}")
     if plan.ranks[0].batch_size and not fleet.host.trains:
-        raise InputError(f"in the plan the host trains, in {fleet.path} it does not", remedy=RETUNE)
+        raise InputError(
+            f"the plan trains on the host, but {fleet.path} says it does not train", remedy=RETUNE
+        )
     changes = find_changes(plan, job, facts)
     for rank in plan.ranks:
         if rank.batch_size and rank.node in facts and rank.node in fleet.machines:
@@ -87,7 +91,9 @@ def check_plan(plan: Plan, job: Job, fleet: Fleet, facts: Mapping[str, Facts]) -
                 changes.append(f"{rank.node}: device {device}, was {rank.device} when tuned")
     if changes:
         lines = "\n  ".join(changes)
-        raise InputError(f"the plan does not fit {job.path}: changed since tuning:\n  {lines}", remedy=RETUNE)
+        raise InputError(
+            f"the plan no longer fits {job.path}; changed since tuning:\n  {lines}", remedy=RETUNE
+        )
 
 
 def build_equal_plan(job: Job, fleet: Fleet, facts: Mapping[str, Facts], batch_size: int) -> Plan:
@@ -102,10 +108,10 @@ def build_equal_plan(job: Job, fleet: Fleet, facts: Mapping[str, Facts], batch_s
         method="equal",
         emulated=fleet.emulated,
         ranks=[
-            RankPlan(
+            RankPlan.with_runtime(
+                default_runtime(name, fleet, facts),
                 node=name,
                 batch_size=batch_size if fleet.host.trains or name != HOST_NAME else 0,
-                **asdict(default_runtime(name, fleet, facts)),
             )
             for name in fleet.machines
         ],
@@ -114,8 +120,8 @@ def build_equal_plan(job: Job, fleet: Fleet, facts: Mapping[str, Facts], batch_s
 
 def default_runtime(name: str, fleet: Fleet, facts: Mapping[str, Facts]) -> Runtime:
     """Return the runtime of a rank on machine `name` before any measurement: all cores it may use."""
+    configured_threads = fleet.host.threads if name == HOST_NAME else None
     if name not in facts:
-        return Runtime(fleet.host.threads or 1 if name == HOST_NAME else 1)
-    of_host = fleet.host.threads if name == HOST_NAME else 0
-    threads = of_host or min(facts[name].num_threads, plans.MAX_THREADS)
+        return Runtime(configured_threads or 1)
+    threads = configured_threads or min(facts[name].num_threads, plans.MAX_THREADS)
     return Runtime(threads, device=choose_device(fleet, facts[name]))

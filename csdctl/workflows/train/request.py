@@ -1,4 +1,4 @@
-"""What a user asks of one training, checked before any machine is used."""
+"""The validated request for one training run."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -23,7 +23,7 @@ class TrainOptions:
     """Options of one run. Raises InputError for invalid values."""
 
     deadlines: Patience = field(default_factory=Patience)
-    """The longest silence allowed until all ranks are ready, and after that."""
+    """Deadlines and retry limits; only `start_s` and `silence_s` are checked here."""
     max_steps: int | None = None
     """Stop after this many steps."""
     min_nodes: int | None = None
@@ -32,9 +32,9 @@ class TrainOptions:
     is_balanced: bool = True
     """Whether batch sizes are adjusted when a node's speed changes."""
     checkpoint_interval_s: float | None = None
-    """Time between two checkpoints, besides those after each epoch; None: 600 s, or as the resumed run."""
+    """Time between checkpoints, besides those after each epoch. None: the default, or as the resumed run."""
     num_checkpoints: int | None = None
-    """Checkpoints to keep, besides the best; None: 3, or as the resumed run."""
+    """Checkpoints to keep, besides the best. None: the default, or as the resumed run."""
     callbacks: tuple[Callback, ...] = ()
     """Called with every event of the run, in threads of their own."""
     strategy: str = AUTO
@@ -61,7 +61,7 @@ class TrainOptions:
             ("num_checkpoints", self.num_checkpoints, 1),
             ("num_micro_batches", self.num_micro_batches, 1),
         ):
-            if value is not None and not value >= least:
+            if value is not None and not value >= least:  # also for NaN
                 problem = f"{option(name)} must be at least {least}, received {value:g}"
                 raise InputError(problem, remedy="pass a larger number, or leave it out for the default")
 

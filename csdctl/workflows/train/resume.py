@@ -46,7 +46,7 @@ def find_resumable(project: ProjectDirectory, run_id: str, job: Job, fleet: Flee
             remedy=f"resume it with the job file of {plan.job}, or name a run of {job.name}",
         )
     present = set(fleet.machines)
-    planned = {rank.node for rank in plan.ranks}
+    planned = set(plan.nodes)
     if absent := sorted(planned - present):
         say(f"resuming without {', '.join(absent)}: private data there is not trained on")
     if new := sorted(present - planned):
@@ -62,7 +62,7 @@ def is_complete(run: RunDirectory, job: Job) -> bool:
     """
     last: Joined | Finished | None = None
     has_saved = False
-    nodes = [rank.node for rank in run.read_manifest().plan.ranks]
+    nodes = run.read_manifest().nodes
     for event in run.read_events(nodes) if os.path.lexists(run.events) else ():
         has_saved |= isinstance(event, CheckpointSaved)
         if event.rank == 0 and isinstance(event, Joined | Finished):
@@ -82,8 +82,7 @@ def is_complete(run: RunDirectory, job: Job) -> bool:
 def check_data(run: RunDirectory, spec: RunSpec, manifest: Manifest, context: RunContext) -> None:
     """Raise InputError if the run's data, recipe or noise has changed. More epochs are allowed."""
     job, prepared, now = context.job, context.prepared, fingerprint_data(context.prepared)
-    planned = {rank.node for rank in manifest.plan.ranks}
-    private = {name: digest for name, digest in now["private"].items() if name in planned}
+    private = {name: digest for name, digest in now["private"].items() if name in manifest.nodes}
     is_private_same = private == {name: manifest.data.private.get(name) for name in private}
     # On another server, or copied, the same samples have another path or time.
     is_public_same = now["public"] == manifest.data.public or _is_content(spec.public, whole(prepared.public))

@@ -1,7 +1,7 @@
 """`scale`: the weak and the strong scaling series, a run for each number of nodes that has none yet.
 
-A run is a point of a series when it is done, followed the very plan of the point, and has as many steps. So
-what was there before an interruption, or in the other series, is not trained again.
+A completed run counts as a point if it used exactly that plan and number of steps, so interrupted series
+resume.
 
 Section V of the STANNIS paper, figures 6 and 7. Weak: every rank keeps its batch size. Strong: all ranks
 together keep the batch size of the whole plan, divided in proportion to the plan's batch sizes.
@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from csdctl.errors import CsdctlError, InputError, option
 from csdctl.fleet.model import keep_nodes
 from csdctl.reporting.results import COMPLETED, read_results
-from csdctl.reporting.tables import KINDS, ScalingSeries, build_scaling
+from csdctl.reporting.tables import WEAK, ScalingSeries, build_scaling
 from csdctl.runs.directory import ProjectDirectory, RunDirectory
 from csdctl.tuning.plan import Plan, load_plan, save_plan
 from csdctl.worker.protocol.equation1 import public_shares
@@ -22,8 +22,6 @@ from csdctl.workflows.train.request import TrainRequest
 from csdctl.workflows.train.resume import load_spec
 from csdctl.workflows.train.train import TrainResult
 from csdctl.workflows.workspace.workspace import open_workspace
-
-WEAK, STRONG = KINDS
 
 
 @dataclass(frozen=True)
@@ -46,7 +44,7 @@ def plan_points(
     2, 4 … and all. `kinds` are of KINDS.
     """
     plan, project = _load_plan(training), ProjectDirectory(training.directory)
-    counts = node_counts or choose_counts(len(plan.ranks) - 1)[0 if plan.ranks[0].batch_size else 1 :]
+    counts = node_counts or choose_counts(len(plan.ranks) - 1, with_0=plan.ranks[0].batch_size > 0)
     if len(counts) < 2:
         problem = f"a series needs at least two numbers of nodes, received {len(counts)}"
         raise InputError(problem, remedy=f"{option('nodes')} 0,1,2")
@@ -71,7 +69,7 @@ def run_series(
         if run is None:
             path = project.plan(f"{point.plan.job}-{point.kind}-{point.num_nodes}")
             save_plan(path, point.plan)
-            fleet = keep_nodes(training.fleet, {rank.node for rank in point.plan.ranks})
+            fleet = keep_nodes(training.fleet, set(point.plan.nodes))
             request = replace(training, fleet=fleet, plan_path=path, batch_size=None)
             run = train(point, request).directory
         runs.setdefault(point.kind, []).append(run)
@@ -92,7 +90,7 @@ def _load_plan(request: TrainRequest) -> Plan:
 
 
 def _find_run(project: ProjectDirectory, plan: Plan, training: TrainRequest) -> RunDirectory | None:
-    """Return the latest run that is done, with this plan and as many steps."""
+    """Return the latest completed run with this plan and number of steps."""
     for run_id in reversed(project.run_ids()):
         try:
             run = project.find_run(run_id)
@@ -103,21 +101,21 @@ def _find_run(project: ProjectDirectory, plan: Plan, training: TrainRequest) -> 
             ):
                 return run
         except (CsdctlError, ValueError, KeyError, TypeError):
-            continue  # a run that nothing can be read of is no point
+            continue  # skip unreadable runs
     return None
 
 
-def choose_counts(most: int) -> tuple[int, ...]:
-    """Return the numbers of nodes of a series where none are asked for: 0, 1, 2, 4 … and `most`."""
+def choose_counts(most: int, *, with_0: bool) -> tuple[int, ...]:
+    """Return the default numbers of nodes of a series: 0 if `with_0`, 1, 2, 4 … and `most`."""
     powers = [1 << exponent for exponent in range(most.bit_length())]
-    return tuple(sorted({0, *powers, most}))
+    counts = sorted({0, *powers, most})
+    return tuple(counts if with_0 else counts[1:])
 
 
 def plan_point(plan: Plan, kind: str, num_nodes: int, most: int) -> Plan:
     """Return the plan of one point of the series of `plan` that ends with `most` nodes.
 
-    Raises InputError where there are not so many, where nobody would train, and where a share does not fit in
-    memory.
+    Raises InputError if the plan has fewer nodes or no rank would train, or a share does not fit in memory.
     """
     ranks = plan.ranks[: num_nodes + 1]
     if num_nodes >= len(plan.ranks):

@@ -21,7 +21,7 @@ from csdctl.runs.directory import ProjectDirectory, RunDirectory
 from csdctl.transport.commands import find_state_directory
 from csdctl.tuning.plan import DATA_PARALLEL, Plan, RankPlan
 from csdctl.worker.protocol.json_codec import to_json
-from csdctl.worker.protocol.run_spec import RunSpec, TaskSpec
+from csdctl.worker.protocol.run_spec import NUM_CHECKPOINTS, RunSpec, TaskSpec
 from csdctl.workflows.data.prepare import load_absent, load_prepared, prepare_in
 from csdctl.workflows.preflight.examination import examine_before_training
 from csdctl.workflows.train import resume as resuming
@@ -34,7 +34,6 @@ from csdctl.workflows.train.strategies import Strategy, choose_strategy, strateg
 from csdctl.workflows.workspace.event_stream import EventStream
 from csdctl.workflows.workspace.workspace import Workspace, open_workspace, unreachable_error
 
-NUM_CHECKPOINTS = 3
 """Checkpoints to keep where the user says nothing."""
 
 
@@ -87,7 +86,7 @@ def check_files(request: TrainRequest, say: Say = lambda line: None) -> tuple[Fl
     project, job, fleet = ProjectDirectory(request.directory), request.job, request.fleet
     if request.resume is not None:
         plan = resuming.find_resumable(project, request.resume, job, fleet, say).read_manifest().plan
-        return keep_nodes(fleet, {rank.node for rank in plan.ranks}), plan
+        return keep_nodes(fleet, set(plan.nodes)), plan
     if request.batch_size:
         return fleet, None
     plan = load_fitting_plan(request.plan_path or project.plan(job.name), job, fleet, say)

@@ -120,7 +120,7 @@ def run_verification(request: TrainRequest, events: EventStream) -> Verification
     with open_workspace(request.directory, request.fleet, "verify", is_locking=True, say=events.say) as space:
         plan = plan or build_equal_plan(job, space.fleet, space.facts, request.batch_size or 16)
         if len(plan.ranks) < 2:
-            names = ", ".join(rank.node for rank in plan.ranks)
+            names = ", ".join(plan.nodes)
             raise InputError(
                 f"the plan has one rank ({names}), which would be compared with itself; expected two or more",
                 remedy=f"give all machines a batch size ({option('batch_size')} 16), or another plan "
@@ -152,4 +152,4 @@ def _verify(plan: Plan, context: RunContext, options: TrainOptions) -> Verificat
     shutil.rmtree(run.path, ignore_errors=True)
     if not results:
         raise RunError("the ranks ended without a comparison")
-    return Verification(tuple(rank.node for rank in plan.ranks), results[0])
+    return Verification(tuple(plan.nodes), results[0])

@@ -7,7 +7,7 @@ from the stored measurements: it needs no probe, and one trial confirms its plan
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from csdctl.errors import CsdctlError, OutOfMemoryError
@@ -114,8 +114,8 @@ class FleetMeasurer:
     def _start(self, names: Sequence[str]) -> TuningRun:
         fleet, facts = self._space.fleet, self._space.facts
         ranks = [
-            RankPlan(
-                node=name, batch_size=int(name in self.peaks), **asdict(default_runtime(name, fleet, facts))
+            RankPlan.with_runtime(
+                default_runtime(name, fleet, facts), node=name, batch_size=int(name in self.peaks)
             )
             for name in names
         ]

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final, Literal
 
@@ -194,7 +194,7 @@ def tune_by_algorithm_1(context: RunContext, options: TuneOptions) -> Plan:
             step_divisor=options.step_divisor,
             margin_scale=options.margin_scale,
         )
-        # Again, for longer: a run's efficiency is computed from what the ranks reach alone.
+        # Again, for longer: a run's efficiency is computed from the throughput of each rank by itself.
         context.events.say("confirming the chosen batch sizes")
         sizes = {name: point.batch_size for name, point in tuned.items()}
         ranks = []
@@ -206,11 +206,11 @@ def tune_by_algorithm_1(context: RunContext, options: TuneOptions) -> Plan:
                     node=name,
                     remedy=f"check what else uses its memory, or use smaller {option('batch_sizes')}",
                 )
-            rank = RankPlan(
+            rank = RankPlan.with_runtime(
+                default_runtime(name, fleet, facts),
                 node=name,
                 batch_size=0,
                 peak_memory_bytes=outcome.peak_memory_bytes or None,
-                **asdict(default_runtime(name, fleet, facts)),
             )
             ranks.append(rank.with_step(outcome.batch_size, outcome.step_time_s))
     arguments: dict[str, float | list[int]] = {

@@ -69,7 +69,9 @@ def test_batch_size_replaces_the_plan(job: Job, tmp_path: Path) -> None:
 def test_host_of_which_the_fleet_file_says_so_does_not_train(plan: Plan, job: Job) -> None:
     fleet = replace(FLEET, host=Host(trains=False))
     assert build_equal_plan(job, fleet, FACTS, 32).batch_sizes == [0, 32, 32]
-    with pytest.raises(InputError, match=r"in the plan the host trains, in fleet\.yaml it does not"):
+    with pytest.raises(
+        InputError, match=r"the plan trains on the host, but fleet\.yaml says it does not train"
+    ):
         check_plan(plan, job, fleet, FACTS)
 
 
@@ -125,7 +127,7 @@ def test_changed_values_and_model_file_of_the_job_are_listed(plan: Plan, job: Jo
     changed = written(tmp_path, JOB.replace("epochs: 3", "epochs: 5, optimizer: adam"))
     compared = [StrategyPlan(strategy=name, first_run_s=9.0) for name in STRATEGIES[:2]]
     assert refusal(plan.model_copy(update={"strategies": compared}), changed) == (
-        f"the plan does not fit {changed.path}: changed since tuning:"
+        f"the plan no longer fits {changed.path}; changed since tuning:"
         "\n  recipe.epochs: 5, was 3 when tuned\n  recipe.optimizer: adam, was not set when tuned"
     )
     (tmp_path / "mine.py").write_text("def build(): return 1\n")

@@ -5,8 +5,9 @@ from types import SimpleNamespace
 import pytest
 
 from csdctl.errors import InputError
+from csdctl.reporting.tables import STRONG, WEAK
 from csdctl.tuning.plan import Plan, RankPlan, save_plan
-from csdctl.workflows.train.scale import STRONG, WEAK, choose_counts, plan_point, plan_points
+from csdctl.workflows.train.scale import choose_counts, plan_point, plan_points
 
 
 def plan(*sizes, most=None):
@@ -23,7 +24,8 @@ def plan(*sizes, most=None):
     [(0, (0,)), (1, (0, 1)), (4, (0, 1, 2, 4)), (6, (0, 1, 2, 4, 6)), (36, (0, 1, 2, 4, 8, 16, 32, 36))],
 )
 def test_series_doubles_and_ends_with_all_nodes(most, counts):
-    assert choose_counts(most) == counts
+    assert choose_counts(most, with_0=True) == counts
+    assert choose_counts(most, with_0=False) == counts[1:]
 
 
 @pytest.mark.parametrize(("host", "counts"), [(10, [0, 1, 2]), (0, [1, 2])])
