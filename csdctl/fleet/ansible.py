@@ -9,9 +9,10 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 import yaml
+from pydantic import Field
 
 from csdctl.documents import check_values, parse_json_document
 from csdctl.errors import InputError
@@ -19,6 +20,10 @@ from csdctl.fleet.model import HOST_NAME, Fleet, Node, select_names
 from csdctl.fleet.names import ADDRESS, AN_ADDRESS, GROUP, NAME, format_node_names
 from csdctl.fleet.openssh import Target, quote_value
 
+MAX_HOSTS = 10_000
+MAX_GROUPS = 1000
+MAX_MEMBERS = 1_000_000
+"""Hosts in groups, directly or through other groups."""
 FLEET_GROUP = "csdctl_fleet"
 """The group of all nodes of a written inventory."""
 LIST_REMEDY = "pass an inventory that `ansible-inventory --list` can read"
@@ -41,13 +46,13 @@ Variables = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class _Group:
-    hosts: list[str] = field(default_factory=list)
-    children: list[str] = field(default_factory=list)
+    hosts: Annotated[list[str], Field(max_length=MAX_HOSTS)] = field(default_factory=list)
+    children: Annotated[list[str], Field(max_length=MAX_GROUPS)] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class _Meta:
-    hostvars: dict[str, dict[str, Any]]
+    hostvars: Annotated[dict[str, dict[str, Any]], Field(max_length=MAX_HOSTS)]
 
 
 @dataclass(frozen=True)
@@ -64,6 +69,8 @@ def parse_inventory(text: str, name: str) -> Inventory:
     content = parse_json_document(text, name, remedy=LIST_REMEDY)
     if not isinstance(content, dict) or "_meta" not in content:
         raise InputError(f"{name} is not output of `ansible-inventory --list`", remedy=LIST_REMEDY)
+    if len(content) > MAX_GROUPS:
+        raise InputError(f"{name}: {len(content):,} groups, expected at most {MAX_GROUPS:,}")
     variables = check_values(content.pop("_meta"), _Meta, f"{name}: _meta", remedy=LIST_REMEDY).hostvars
     groups = check_values(content, dict[str, _Group], name, remedy=LIST_REMEDY)
     members: dict[str, set[str]] = {}
@@ -73,6 +80,8 @@ def parse_inventory(text: str, name: str) -> Inventory:
             children = groups[inner].children
             inner_groups += [child for child in children if child in groups and child not in inner_groups]
         members[group] = {host for inner in inner_groups for host in groups[inner].hosts}
+        if sum(map(len, members.values())) > MAX_MEMBERS:
+            raise InputError(f"{name} has more than {MAX_MEMBERS:,} hosts in groups")
     hosts = dict.fromkeys([*(host for group in groups.values() for host in group.hosts), *variables])
     innermost_first = sorted(members, key=lambda group: (len(members[group]), group))
     groups_of = {host: [group for group in innermost_first if host in members[group]] for host in hosts}
