@@ -1,6 +1,6 @@
 """Text for the user: the callback that lower layers report with, and how text of others is made printable.
 
-What a node, a file or a server says may hold characters that a terminal obeys: they move the cursor, write to
+Text of a node, a file or a server may hold characters that a terminal obeys: they move the cursor, write to
 the clipboard, reverse the direction of text. The command line replaces them in everything that it writes
 (csdctl/terminal/streams.py and console.py). What writes a log does it itself.
 """

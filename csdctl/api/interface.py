@@ -133,7 +133,7 @@ FleetOrPath = fleets.Fleet | str | Path
 
 @contextmanager
 def open_session() -> Iterator[Streams]:
-    """Work in the current directory, with files for this user alone."""
+    """Work in the current directory, with files for only this user."""
     before = os.umask(0o077)
     try:
         # Not by the arguments of a user's program.

@@ -223,7 +223,7 @@ def _find_similar(error: Any) -> list[str]:
 
 def main() -> None:
     """Run csdctl with the arguments of this process, and exit with its exit code."""
-    os.umask(0o077)  # whatever csdctl writes is for this user alone
+    os.umask(0o077)  # only this user may read csdctl's files
     signal.signal(signal.SIGTERM, _interrupt)
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup and `train --detach` start it
         signal.signal(signal.SIGHUP, _interrupt)

@@ -24,7 +24,7 @@ Command = Callable[..., None]
 FIELDS = {"job": "job_path", "fleet": "fleet_path", "json": "is_json"}
 """Parameters of commands that have another name as a field of a Call."""
 ON_EACH_NODE = {"discover", "trust", "provision", "exec", "inventory", "clean", "deploy"}
-"""Commands that act on each selected node alone. The other commands need the servers between them, too."""
+"""Commands that act on each selected node by itself. Others also need the servers between them."""
 VERBOSE = ("-v", "-vv")
 QUIET = ("-q", "--quiet")
 SELECTING = ("--limit", "--exclude", "--failed-from")

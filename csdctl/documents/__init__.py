@@ -1,7 +1,7 @@
 """Files of YAML and JSON: read within limits and checked, written atomically.
 
 Files may come from strangers: size, depth, number of values and number of reported problems are bounded. A
-file may be a device, a link to one, or larger than memory. YAML has the values of JSON alone: dates, octal
+file may be a device, a link to one, or larger than memory. YAML has only the values of JSON: dates, octal
 numbers, and YAML 1.1's `yes` and `on`, are text. Other tags and merge keys are errors.
 """
 
@@ -48,7 +48,7 @@ _CONTENTS = {
     float: "a number",
     bool: "true or false",
 }
-"""What a document has in place of keys and values, by its Python type; text for all other types."""
+"""Names of a document that has no keys and values, by its Python type. All other types are text."""
 _PLAIN_WORDS = {
     "a valid dictionary": "keys with values, such as {key: value}",
     "a valid integer": "a whole number",
@@ -218,7 +218,7 @@ def check_output(path: Path, option: str, *, force: bool = True) -> None:
 
 
 def make_directory(directory: Path) -> None:
-    """Create `directory` and its missing parents, for this user alone, whatever the umask is."""
+    """Create `directory` and its missing parents, for only this user, whatever the umask is."""
     if not directory.is_dir():
         make_directory(directory.parent)
         directory.mkdir(mode=0o700, exist_ok=True)

@@ -224,7 +224,7 @@ class DutyCycle:
 
     Time adds the node's share of CPU seconds to a bucket. The CPU time of the node's processes drains it.
     Processes are stopped when the bucket is empty, and continued when it has the share of a period again, so
-    that an idle node is never stopped. What others have stopped stays stopped.
+    that an idle node is never stopped. Processes that others have stopped stay stopped.
     """
 
     mechanism = "duty"

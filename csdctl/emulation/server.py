@@ -152,7 +152,7 @@ async def serve_node(paths: FleetPaths, state: FleetState, name: str, report: in
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopping.set)
     cpu = state.spec.cpu[state.spec.node_names.index(name)]
-    environment = {  # without the user's own variables
+    environment = {  # without the user's variables
         "HOME": str(node / "home"),
         "TMPDIR": str((paths.short_tmp / name).resolve()),
         "PATH": PATH,

@@ -93,7 +93,7 @@ try:
 except ImportError:
     distributions = None
 def locate(name):
-    try:  # TensorFlow may have its libraries alone, and no __init__.py
+    try:  # TensorFlow may have only its libraries, and no __init__.py
         return os.path.abspath(list(find_spec(name).submodule_search_locations)[0])
     except Exception:
         return None
@@ -123,7 +123,7 @@ _GPU_SCRIPT = """\
 query=name,memory.total,driver_version
 found=$(timeout 20 nvidia-smi --query-gpu=$query --format=csv,noheader,nounits) && echo "$found" ||
   sed -n 's/^Model:[[:space:]]*//p' /proc/driver/nvidia/gpus/*/information"""
-# What a rank runs or maps, without Python, which may be what is there.
+# The programs and libraries of a rank, found without Python, which may be on such a file system.
 _NOEXEC_SCRIPT = """\
 case $1 in */*) python=$1 ;; *) python=$(command -v "$1") ;; esac
 prefix=${python%/*/*}
@@ -170,7 +170,7 @@ def build_command(facts: Sequence[Fact], python: str, place: str = ".") -> list[
 
 
 def _parse_outputs(facts: Sequence[Fact], output: str, machine: str) -> tuple[dict[str, Any], list[str]]:
-    """Return all values, and a note for each unusable output. Raises RemoteCommandError without marker."""
+    """Return all values, and a note for each unusable output. Raises RemoteCommandError for no marker."""
     parts = re.split(rf"^{_MARKER}(.*)\n", output, flags=re.MULTILINE)
     texts = dict(zip(parts[1::2], parts[2::2], strict=True))
     if not texts:
@@ -316,7 +316,7 @@ def parse_python(output: str) -> FactValues:
 
 
 def parse_gpu(output: str) -> FactValues:
-    """Parse the first GPU of nvidia-smi, or of the driver, which states the name alone. {} without one."""
+    """Parse the first GPU of nvidia-smi, or of the driver, which states only the name. {} without one."""
     if not output.strip():
         return {}
     name, memory, driver = (*output.strip().splitlines()[0].split(", "), "", "")[:3]

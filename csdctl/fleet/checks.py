@@ -150,7 +150,7 @@ def fold(checks: Iterable[Check]) -> Iterable[tuple[Check, list[str]]]:
 
 
 def _judge_python(version: str, host_version: str) -> Judgement:
-    """Check Python. Another minor release has other wheels, and may read the user's own code differently."""
+    """Check Python. Another minor release has other wheels, and may read the user's code differently."""
     if _numbers(version) < (3, 11):
         return Status.FAIL, version, "3.11 or newer", INSTALL
     if host_version and _numbers(version)[:2] != _numbers(host_version)[:2]:

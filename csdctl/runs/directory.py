@@ -29,7 +29,7 @@ from csdctl.worker.protocol.run_spec import step_file_in_memory
 MAX_SAMPLES = 10**15
 NEW_RUN = "start a new run"
 LATEST = "latest"
-"""What users write for the latest run."""
+"""The name of the latest run on the command line."""
 _ID = "%Y%m%d-%H%M%S-%f"
 MAX_LOG_BYTES = 16 << 20
 MAX_LINE_BYTES = 1 << 16
@@ -63,7 +63,7 @@ class Manifest(_Part):
     data: DataFingerprints
     noise: Noise | None = None
     server: str = ""
-    """The server on which csdctl runs; '' for one server alone, or a machine beside the servers."""
+    """The server on which csdctl runs; '' for a single server, or a machine beside the servers."""
     strategy: str = DATA_PARALLEL
     cut: str = ""
     csdctl: Any = "–"
@@ -343,7 +343,7 @@ class EventLog:
         self._file = open_log(run.events, say)
         self._num_bytes = os.fstat(self._file.fileno()).st_size
         self.unwritten = bytearray()
-        """What a full disk has no place for; written once it has."""
+        """Bytes for which a full disk has no place, written once it has."""
         self._limited: set[int] = set()
         """Ranks whose frequent events are no longer stored."""
 

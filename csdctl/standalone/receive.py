@@ -199,7 +199,7 @@ def check_own(directory: bytes) -> None:
 
 
 def make_private(directory: bytes) -> None:
-    """Create a directory of the store, for this user alone."""
+    """Create a directory of the store, for only this user."""
     with contextlib.suppress(FileExistsError):
         os.mkdir(directory, 0o700)
     check_own(directory)

@@ -1,6 +1,6 @@
 """Functions of the user that are called with the events of a run, on the host.
 
-Each has a thread and a bounded queue of its own: a slow function misses events, a failing one is reported
+Each has its thread and bounded queue: a slow function misses events, a failing one is reported
 once, and one that hangs is left behind at the end of the run. Their messages wait until the thread that
 supervises the run shows them.
 """

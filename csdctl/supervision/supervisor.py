@@ -99,7 +99,7 @@ class Supervisor:
             starter.start, starter.restart, self._patience.restart_interval_s, self._record_arrival
         )
         self._is_check = spec.task.name == CHECK
-        """Whether rank 0 begins alone, and what does not start is lost: a check of links."""
+        """Whether rank 0 begins by itself, and ranks that do not start are lost: a check of links."""
         self._has_trained = self._is_check
         """Whether all ranks have taken part once; until then every loss ends the run."""
         self._has_begun = False
@@ -271,7 +271,7 @@ class Supervisor:
     # Losses
 
     def _lose(self, rank: int, error: CsdctlError, *, is_restarting: bool = True) -> None:
-        """Note the loss of a rank or of its link. Restart its process, or keep it and restart the link alone.
+        """Note the loss of a rank or of its link. Restart its process, or keep it and restart only the link.
 
         Raises the error of the run before any training, and when too few nodes are left.
         """
@@ -481,4 +481,4 @@ ACTIONS: Mapping[type[RankMessage], Callable[[Supervisor, Any], None]] = {
     events.Finished: Supervisor._note_completion,
     ProcessEnded: Supervisor._note_exit,
 }
-"""What a message of a rank leads to; others change nothing."""
+"""The consequence of each message of a rank; others change nothing."""

@@ -84,7 +84,7 @@ class Streams:
 
     @cached_property
     def views(self) -> "PrintableConsole":
-        """Where live views and their lines go: the console. Nowhere if the user wants results alone."""
+        """Where live views and their lines go: the console. Nowhere if the user wants only results."""
         return _open_console(io.StringIO(), quiet=True) if self.is_quiet else self.console
 
     @cached_property
@@ -95,7 +95,7 @@ class Streams:
         return ProjectDirectory(self.directory)
 
     def say(self, line: str) -> None:
-        """Print one human-readable line, unless the user wants results alone."""
+        """Print one human-readable line, unless the user wants only results."""
         if not self.is_quiet:
             self.console.print(line, soft_wrap=True)
 

@@ -107,12 +107,12 @@ csdctl_code=$?
 _END = """\
 if [ "$csdctl_group" != 0 ]; then trap '' TERM; kill -TERM "-$$" 2>/dev/null; fi
 exit $csdctl_code"""
-# A command of the user runs as after a login. What it leaves in the background stays, but the watchdog ends.
+# A command of the user runs as after a login. Its background processes stay, but the watchdog ends.
 _END_OF_USER = """\
 if [ -n "$csdctl_watchdog" ]; then kill -TERM "$csdctl_watchdog" 2>/dev/null; fi
 exit $csdctl_code"""
 _GROUP = re.compile(rb"(0|[1-9][0-9]{1,9}|[2-9])?")
-"""What follows the token on its line: a process group's id, 0 for none, or nothing. 1 is never csdctl's."""
+"""The rest of the token's line: a process group's id, 0 for none, or nothing. 1 is never csdctl's."""
 _PLAIN = re.compile(r"[ -~]*")
 # Processes that `sudo` has started belong to root, so root kills them.
 _KILL = """\

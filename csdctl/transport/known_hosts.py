@@ -1,6 +1,6 @@
 """Known host keys: a fast parser of OpenSSH's known_hosts files, with its rules for lines, fields and names.
 
-Lines end at \\n and fields at spaces and tabs, and nowhere else. What follows the key is a comment, which
+Lines end at \\n and fields at spaces and tabs, and nowhere else. The rest after the key is a comment, which
 anybody may have written. Plain names are looked up in a dictionary. Only hashed names and patterns are
 matched one by one. Certificate authorities (`@cert-authority`) are not supported. The error for an unknown
 key names their lines.

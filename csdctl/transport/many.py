@@ -253,7 +253,7 @@ def allow_open_files(num_connections: int) -> int:
 
 
 def check_open_files(num_connections: int) -> None:
-    """Raise InputError when the system allows too few open files for so many connections at a time."""
+    """Raise InputError when the system allows too few open files for this many connections at a time."""
     if allow_open_files(num_connections) < num_connections:
         raise InputError(
             f"{num_connections} nodes need {FILES + FILES_PER_NODE * num_connections} open files, but "

@@ -421,7 +421,7 @@ def _authenticate(
     """Offer `keys` in turn and remove each refused key. Return False when the server disconnects.
 
     sshd disconnects after a few keys (MaxAuthTries), so an agent with many keys needs several connections.
-    `notes` are for the error. What the server says to the user is added to them.
+    `notes` are for the error. The server's words for the user are added to them.
     """
     user = f"user {node.user!r}"
     problem, remedy = f"accepts none of the offered keys for {user}", AUTHORIZE

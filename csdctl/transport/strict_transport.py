@@ -4,7 +4,7 @@ docs/decisions/0010 says why. paramiko checks and sends in two steps, so it may 
 close. A server then drops the whole connection, and with it every node behind a jump host.
 
 `GreedyPacketizer` bounds packets, lines and writes in size and time. `ServerRules` bounds messages, and the
-data of a channel that nobody has read. paramiko alone would answer, ignore or sign any message.
+data of a channel that nobody has read. paramiko by itself would answer, ignore or sign any message.
 
 No other module uses private names of paramiko. `pyproject.toml` caps its version because of these, which an
 attack of docs/reference/attacks.md needs, or an honest server:
@@ -358,7 +358,7 @@ class StrictTransport(paramiko.Transport):
             self._further.append(further)
 
     def get_exception(self) -> Exception | None:
-        """Return and forget why the connection ended. What paramiko's parsers raise becomes SSHException."""
+        """Return and forget why the connection ended. Errors of paramiko's parsers become SSHException."""
         error = super().get_exception()
         if error is None or isinstance(error, EOFError | OSError | paramiko.SSHException):
             return error

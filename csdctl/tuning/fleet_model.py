@@ -44,7 +44,7 @@ OUTLIER_TOLERANCE = 0.1
 
 
 def fit_step_time(probes: Sequence[measurements.Point]) -> StepTime:
-    """Fit the step time to `probes` of one machine class. Raises ValueError without probes.
+    """Fit the step time to `probes` of one machine class. Raises ValueError for no probes.
 
     One batch size gives a line through the origin. Times that do not grow with the batch give a flat line.
     """
@@ -98,7 +98,7 @@ def non_negative(columns: Array, targets: Array) -> list[float]:
 def fit_collective(sums: Sequence[measured.CollectiveMeasurement]) -> CollectiveCost:
     """Fit the cost of a sum to timed `sums`, minimizing relative errors. 0 without measurements.
 
-    Of repeated sums over as many ranks and bytes, the median of the newest counts.
+    Of repeated sums over equally many ranks and bytes, the median of the newest counts.
     """
     repeated = defaultdict[tuple[int, int], list[float]](list)
     for timed in sorted(sums, key=lambda timed: timed.measured_at):
@@ -272,7 +272,7 @@ class ClassModel:
 
 @dataclass(frozen=True)
 class FleetModel:
-    """Step times of the fleet's machines, alone and together."""
+    """Step times of the fleet's machines, each by itself and together."""
 
     machines: tuple[str, ...]
     """The machines that train, in the order of the fleet, with the host first unless it does not train."""

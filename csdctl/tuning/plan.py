@@ -159,7 +159,7 @@ class Predicted(Document):
     samples_per_s_range: tuple[Positive, Positive] | None = None
     """9 of 10 runs are expected to reach a throughput in it (perfmodel/spread.py)."""
     host_samples_per_s: Positive | None = None
-    """Throughput predicted for only the host, with the batch size that tuning would choose for it."""
+    """Throughput predicted for the host alone, with the batch size that tuning would choose for it."""
     compute_share: float
     imbalance_share: float
     communication_share: float

@@ -94,7 +94,7 @@ def predict_samples_per_s(model: FleetModel, batch_sizes: Mapping[str, int]) -> 
 
 
 def predict_host_samples_per_s(model: FleetModel, limits: Limits) -> float | None:
-    """Predict the samples/s of only the host. None if it does not train, or the limits allow no plan."""
+    """Predict the samples/s of the host alone. None if it does not train, or the limits allow no plan."""
     hosts = [rank for rank in model.candidates() if rank.node == HOST_NAME]
     with suppress(TuningError):
         return find_best(hosts, limits, model.sum_s_of_training).prediction.samples_per_s if hosts else None
@@ -131,7 +131,7 @@ def confirmed_prediction(
     low, high = errors.after_trial(result.error).range_of(result.samples_per_s)
     computing = [seconds for seconds in result.compute_s if seconds]
     slowest_s = max(computing)
-    # What a step takes beyond the compute time of the slowest rank is communication.
+    # The rest of a step, after the compute time of the slowest rank, is communication.
     step_s = max(result.step_s, slowest_s)
     compute_share = sum(computing) / (len(computing) * step_s)
     communication_share = 1 - slowest_s / step_s

@@ -12,7 +12,7 @@ from csdctl.tuning.search import BestPlan, Limits, find_best_ranks
 MIN_GAIN = 0.05
 """Minimum gain over the host alone. Two runs of the same job may differ by less than this."""
 MIN_SHARE_OF_NODE = 0.1
-"""Minimum rate that one more node must add, as a share of its rate alone."""
+"""Minimum rate that one more node must add, as a share of its rate by itself."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class CurvePoint:
     speedup: float
     """Rate relative to the host alone."""
     efficiency: float
-    """Rate relative to the sum of the rates of all machines alone."""
+    """Rate relative to the sum of the rates of all machines by themselves."""
     power_w: float | None
     joules_per_image: float | None
     num_left_out: int = 0

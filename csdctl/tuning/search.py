@@ -2,7 +2,7 @@
 
 For a compute time T of a step, every rank takes as many samples as it can compute in T, so that no rank waits
 for another. With a longer T, the share of fixed costs and of the sum over the ranks is smaller, and the
-global batch is larger. So the search is over T alone, once for every set of ranks worth trying.
+global batch is larger. So the search is only over T, once for every set of ranks worth trying.
 """
 
 from collections import Counter
@@ -28,7 +28,7 @@ MIN_GAIN_WITHOUT_HOST = 0.05
 ALMOST_BEST = 0.995
 """Of plans that reach this share of the best rate, the smallest global batch is taken."""
 LINEAR_SCALING = 4
-"""The default global batch is at most so many reference batches, over which the learning rate is scaled."""
+"""The default global batch is at most this many reference batches, over which the learning rate is scaled."""
 STEPS_PER_EPOCH = 10
 """The default global batch leaves at least this number of steps in an epoch."""
 
@@ -194,9 +194,9 @@ def _best_of(
 
 
 def _longest_times(most: int, least_s: float, total: Callable[[float], int]) -> tuple[float, float]:
-    """Return the longest T with at most `most` samples, and the shortest with at least as many.
+    """Return the longest T with at most `most` samples, and the shortest with at least `most`.
 
-    They are a share of 1e-5 apart. Both are the same where no T has as many.
+    They are a share of 1e-5 apart. Both are the same where no T has that many.
     """
     low, high = least_s, least_s
     while total(high) < most:

@@ -1,7 +1,7 @@
 """Forecasts of the time of a training, from steps and measured parts. Pure.
 
 Data-parallel, features and split learn the same and differ in time, in bytes and in what leaves a node. The
-parts of a model (what is before a cut, what is behind) are timed on the host as shares of its whole step, and
+parts of a model, before and after a cut, are timed on the host as shares of its whole step, and
 these shares are applied to the step times of all machines.
 """
 
@@ -34,7 +34,7 @@ BASE64_GROWTH = 4 / 3
 
 @dataclass(frozen=True)
 class Shares:
-    """Parts of a model's step with the model cut behind `layer`, as shares of the time of the whole step."""
+    """Parts of a model's step with the model cut after `layer`, as shares of the time of the whole step."""
 
     layer: str
     forward: float
@@ -115,7 +115,7 @@ class Training:
     step_times: Mapping[str, StepTime]
     """The host first."""
     sum_s: Callable[[int], float]
-    """Seconds of a sum of so many bytes over the ranks."""
+    """Seconds of a sum of this many bytes over the ranks."""
     byte_s: float
     """Seconds of one byte between a node and the host, one way, with all nodes sending."""
     start_s: float
@@ -149,7 +149,7 @@ class Training:
     ) -> StrategyForecast:
         """Forecast training the head on features, with the batch sizes of `data_parallel`.
 
-        `shares`: of the model cut behind its frozen part. `feature_share`: the time of a sample's features
+        `shares`: of the model cut after its frozen part. `feature_share`: the time of a sample's features
         relative to its share of a step.
         """
         sizes, placed = data_parallel.batch_sizes, self._place(data_parallel.batch_sizes)

@@ -92,7 +92,7 @@ class ModelCompiler:
         return self._compile([(self.model, self._forward_of(self.model, layer), "the model")])[0]
 
     def _step_of(self, model: SerializedModel, data: DatasetInfo, *, is_wide: bool = False) -> CompileRequest:
-        form = replace(data.element_spec, path="", fingerprint="", num_samples=0)  # shapes and types alone
+        form = replace(data.element_spec, path="", fingerprint="", num_samples=0)  # only shapes and types
         return CompileRequest(
             model.architecture.path,
             model.weights.path,

@@ -63,7 +63,7 @@ class SerializedModel:
     architecture: StoredFile
     weights: StoredFile
     code: StoredFile | None = None
-    """The job's own code, if the nodes need it: for the model, or for `data.augment` alone."""
+    """The job's code, if the nodes need it: for the model, or only for `data.augment`."""
     code_roots: tuple[Path, ...] = ()
     """The files and packages in it."""
     parts: tuple[StoredFile, ...] = ()

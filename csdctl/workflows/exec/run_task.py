@@ -1,6 +1,6 @@
 """`exec --task`: a Fabric task of the user on all nodes at once, unchanged.
 
-The task runs in csdctl's process, one thread per node. What it prints, and what its commands print, is the
+The task runs in csdctl's process, one thread per node. Its output and the output of its commands are the
 answer of its node. Imported only when a task was asked for: Fabric takes 0.1 s to load.
 """
 

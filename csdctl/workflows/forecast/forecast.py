@@ -1,9 +1,9 @@
 """The forecast: the curve over the number of nodes that follows from a basis, and its verdict.
 
-A `ForecastBasis` holds the figures that `tune` measured for the user's own job, and their origins. For the
+A `ForecastBasis` holds the figures that `tune` measured for the user's job, and their origins. For the
 fleet as it is, the plan predicts the training: its batch sizes, and the result of its trial. Other numbers of
 nodes follow from the stored measurements, with the batch sizes that `tune` would choose for them. Without a
-plan, the measurements are used alone. A forecast is of data-parallel training: it does not use the batch
+plan, only the measurements are used. A forecast is of data-parallel training: it does not use the batch
 sizes of a split. Nothing here connects to a machine.
 """
 

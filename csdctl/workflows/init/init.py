@@ -84,7 +84,7 @@ class Looks:
     public: DataLook
     validation: DataLook | None = None
     notes: tuple[tuple[int, str], ...] = ()
-    """What of the script is not part of the job, by line."""
+    """Parts of the script that are not in the job, by line."""
     misfit: InputError | None = None
     """Why model and data do not fit together. None if they do."""
 
@@ -292,7 +292,7 @@ def _value(value: Any) -> str:
 
 
 def _line(text: str, comment: str = "", indent: int = 0) -> list[str]:
-    """Return an entry with its comment: behind it if there is room, otherwise above it."""
+    """Return an entry with its comment: after it if there is room, otherwise above it."""
     space = " " * indent
     comment = make_printable(" ".join(comment.split()))
     if not comment:

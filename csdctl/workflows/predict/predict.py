@@ -1,6 +1,6 @@
 """`predict`: run a trained model over samples where they are stored, and bring back the results.
 
-Each machine keeps its results by content. What it sends are rows of numbers, never samples or their names.
+Each machine keeps its results by content. It sends rows of numbers, never samples or their names.
 """
 
 import csv
@@ -307,7 +307,7 @@ class PredictResult:
 
 
 def predict(request: PredictRequest, events: EventStream) -> PredictResult:
-    """Predict, and write what there is to `request.output`. What is missing is in the result.
+    """Predict, and write the rows to `request.output`. The result names missing ones.
 
     Raises InputError if model and data do not fit, CsdctlError if there is no row at all.
     """

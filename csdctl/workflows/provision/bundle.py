@@ -52,7 +52,7 @@ _LIBRARIES = (
     "tensorflow/THIRD_PARTY_NOTICES.txt",
     *(f"*.dist-info/{name}" for name in ("METADATA", "WHEEL", "RECORD")),
 )
-"""What is left of TensorFlow's wheel without Keras. They need only the libraries of C and C++."""
+"""Files of TensorFlow's wheel that are kept without Keras. They need only the libraries of C and C++."""
 SCHEMA = "csdctl.bundle/1"
 WHEELS = "csdctl-wheels"
 """Where the wheels are on a node, relative to the home of its user."""
@@ -94,7 +94,7 @@ def run_program(
 
 
 def select_locked(lock: str, kind: NodeKind, *, with_keras: bool) -> list[str]:
-    """Return the lines of a lock file for `kind`, without markers. Raises InputError without a hash. Pure."""
+    """Return the lines of a lock for `kind`, without markers. Raises InputError for a missing hash. Pure."""
     from packaging.requirements import InvalidRequirement, Requirement
 
     environment = {

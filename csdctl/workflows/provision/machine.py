@@ -18,7 +18,7 @@ SENT_PYTHON = "3.11"
 """The Python that is sent to a node without a suitable one."""
 
 # A Python counts if it can create virtual environments. Only the nearest existing directory has free space.
-# What an interrupted installation left is removed by the next one; wheels that arrived are not sent again.
+# Remains of an interrupted installation are removed by the next one; wheels that arrived are not sent again.
 _PROBE = """\
 prefix=$1
 echo "architecture=$(uname -m)"

@@ -137,7 +137,7 @@ def ansible_directory() -> Path:
 
 
 def find_ansible() -> str:
-    """Return the path of ansible-playbook. Raises InputError without one."""
+    """Return the path of ansible-playbook. Raises InputError if there is none."""
     program = find_program("ansible-playbook")
     if not program:
         remedy = f"{explain_extra('provision')}; or only send what nodes need: csdctl provision --send"

@@ -1,7 +1,7 @@
 """List, stop, remove and follow runs, each with the csdctl process that trains it.
 
-A run is followed from its files alone: nothing of it waits for who watches. A run in the background is
-`csdctl train` in a session of its own, which outlives its terminal and its login.
+A run is followed only from its files: nothing of it waits for who watches. A run in the background is
+`csdctl train` in a separate session, which outlives its terminal and its login.
 """
 
 import os

@@ -36,7 +36,7 @@ class TrainOptions:
     num_checkpoints: int | None = None
     """Checkpoints to keep, besides the best. None: the default, or as the resumed run."""
     callbacks: tuple[Callback, ...] = ()
-    """Called with every event of the run, in threads of their own."""
+    """Called with every event of the run, in separate threads."""
     strategy: str = AUTO
     """The strategy: 'data-parallel', 'features' or 'split'; 'auto' is the strategy of the plan."""
     feature_precision: str = FLOAT32

@@ -46,7 +46,7 @@ class RunContext:
 
     @property
     def compiler(self) -> ModelCompiler:
-        """What compiles the model for the prepared data."""
+        """The compiler of the model for the prepared data."""
         return ModelCompiler(
             self.job,
             self.prepared.model,
@@ -59,7 +59,7 @@ class RunContext:
 
 @dataclass(frozen=True)
 class RunData:
-    """What the ranks read: the samples of each, and the files that were cut for the nodes."""
+    """The samples of each rank, and the files that were cut for the nodes."""
 
     ranks: tuple[RankSpec, ...]
     placed: tuple[Placed, ...] = ()
@@ -70,7 +70,7 @@ class RunData:
 
 @dataclass(frozen=True)
 class RunModel:
-    """What the ranks compute. The whole model, its head alone, or its two parts."""
+    """The model of the ranks: the whole model, only its head, or its two parts."""
 
     on_host: SerializedModel
     on_nodes: SerializedModel
@@ -99,7 +99,7 @@ class ResolvedRun:
     is_balanced: bool = True
     """Whether the strategy allows that batch sizes change during the run."""
     features: dict[str, Any] = field(default_factory=dict)
-    """What the manifest says about features that were computed for it. Empty for other strategies."""
+    """The manifest's entry about features that were computed for it. Empty for other strategies."""
 
     def files_of(self, node: str) -> list[StoredFile]:
         """Return the files that a node needs, besides the RunSpec."""
@@ -188,7 +188,10 @@ def build_rank_specs(
 
 
 def with_servers(ranks: Sequence[RankSpec], fleet: Fleet) -> tuple[RankSpec, ...]:
-    """Return `ranks` with the rank of their servers, absent ones with 0. Raises InputError without it."""
+    """Return `ranks` with the ranks of their servers, absent ones with 0.
+
+    Raises InputError for a server without a rank.
+    """
     numbers, present = {rank.node: rank.rank for rank in ranks}, set(fleet.machines)
     servers = {rank.node: fleet.server_of(rank.node) if rank.node in present else HOST_NAME for rank in ranks}
     if missing := sorted(set(servers.values()) - numbers.keys()):

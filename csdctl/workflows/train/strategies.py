@@ -2,7 +2,7 @@
 
 With `features`, machines compute the frozen part of the model once, and the ranks train its head, with the
 same step on fewer numbers. Features stay on the machine that made them, in a cache by content. Where all
-samples are public, their features may leave the nodes, and the host trains the head alone, without a sum.
+samples are public, their features may leave the nodes, and only the host trains the head, without a sum.
 """
 
 import math
@@ -96,7 +96,7 @@ class SplitStrategy(Strategy):
 def cut_model(
     context: RunContext, layer: str, num_micro_batches: int = SplitSpec.num_micro_batches
 ) -> RunModel:
-    """Return the model cut behind `layer`. Raises InputError if it cannot be."""
+    """Return the model cut after `layer`. Raises InputError if it cannot be."""
     on_host, on_nodes = context.compiler.split(layer)
     return RunModel(on_host, on_nodes, split=SplitSpec(layer, num_micro_batches, on_nodes.step))
 
@@ -126,7 +126,7 @@ def check_job(job: Job) -> None:
 
 
 def find_cut(info: ModelInfo, layer: str) -> CutInfo:
-    """Return the cut behind `layer`. Raises InputError that lists the model's cuts."""
+    """Return the cut after `layer`. Raises InputError that lists the model's cuts."""
     if not info.cuts:
         raise InputError(
             f"{info.name} cannot be split: it is not a functional model with a single tensor "
@@ -368,7 +368,7 @@ class _Machine:
         """Raise RemoteCommandError unless these can be the features of that many samples."""
         expected, precision = find_features(self.context.prepared).shape, self.prefix.precision
         shape = info.sample_shape
-        is_shape = all(shape) and equals(expected, shape)  # 0 is any size in the model's alone
+        is_shape = all(shape) and equals(expected, shape)  # 0 is any size, only in the model's
         if (info.num_samples, info.dtype) != (num_samples, precision) or not is_shape:
             raise RemoteCommandError(
                 f"{COMPUTING}: received {info.num_samples} features of shape {shape} and type "

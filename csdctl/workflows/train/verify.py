@@ -21,8 +21,8 @@ from csdctl.workflows.workspace.event_stream import EventStream
 from csdctl.workflows.workspace.workspace import open_workspace
 
 NEAR = 8.0
-"""Results that differ by so many spreads are as near as Keras is to itself: a spread is the largest of a few
-random draws."""
+"""Results that differ by this many spreads are as near as Keras is to itself: a spread is the largest of
+a few random draws."""
 MIN_SHARPNESS = 100.0
 """One sample's effect over the spread, from which on a difference is judged: ten times the spread is
 tolerated then, and one sample is ten times as much."""

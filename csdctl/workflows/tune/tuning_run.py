@@ -1,8 +1,8 @@
 """One run that measures a fleet: its ranks load the model once, and measure what they are ordered to.
 
-In a probe, each rank takes steps alone, all at the same time: what machines share in training (the host's
-cores, the tunnel, the power limit) then shows in the measurement. In a trial, the ranks take a few steps
-together.
+In a probe, each rank takes steps by itself, all at the same time: resources that machines share in training
+(the host's cores, the tunnel, the power limit) then show in the measurement. In a trial, the ranks take a few
+steps together.
 
 The speed of single machines does not predict the fleet: ranks wait for the slowest of many noisy steps, and
 for the sum. Trials have the links, the sums and the processes of a training run. Samples are random. No data
@@ -176,7 +176,7 @@ class TuningRun:
 def run_trial(
     ranks: Sequence[RankPlan], context: RunContext, num_steps: int, cut: str = ""
 ) -> tuple[TrialResult, float]:
-    """Return the result of `num_steps` steps in a run of their own, and the seconds of its start."""
+    """Return the result of `num_steps` steps in a separate run, and the seconds of its start."""
     with TuningRun(ranks, context, cut) as run:
         return run.take_steps(ranks, num_steps), run.start_s
 

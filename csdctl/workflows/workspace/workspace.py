@@ -91,7 +91,7 @@ def open_workspace(
     """Connect to the host and all nodes of `fleet`. Raises CsdctlError or NoNodeReachableError.
 
     With `is_locking`, lock all machines for `command`, after ending what a killed csdctl has left. Raises
-    MachineLockedError. Without `min_nodes`, all nodes must be reachable. With it, so many, at least one.
+    MachineLockedError. Without `min_nodes`, all nodes must be reachable. With it, that many, at least one.
     """
     started = time.monotonic()
     limits, expected, is_too_low = judge_limits(own_limits(), len(os.sched_getaffinity(0)), len(fleet.nodes))
