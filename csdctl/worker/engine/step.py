@@ -315,7 +315,7 @@ class StepEngine:
     def _walk(
         self, images: Array, labels: Array, exchange: Exchange, out: Array | None = None
     ) -> tuple[Tensors, Array]:
-        """Go through a step of several sums. Return the state behind it, and the last sum."""
+        """Go through a step of several sums. Return the state after it, and the last sum."""
         count = np.array(len(images), np.float32)
         if len(images):
             images, labels = self.augment(images, labels)

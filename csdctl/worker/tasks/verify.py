@@ -1,12 +1,12 @@
 """Verification: one step of all ranks against the step that Keras takes of the same global batch.
 
 Each rank takes random samples that are drawn from (seed, rank) on any machine. So no private sample is sent,
-and rank 0 has the batch of every rank. It compares three things:
+and rank 0 has the batch of every rank. It makes three comparisons:
 
-- The vector of each rank with the vector that Keras computes of the rank's batch by the model's own
-  train_step: eagerly, without a graph of csdctl, with the rank's random states.
-- The sum over the ranks with the sum of their vectors in float64.
-- The state behind the step with the state that Keras' optimizer makes of the sum.
+- Each rank's vector against the one Keras computes for the same batch with the model's train_step: eagerly,
+  without a graph of csdctl, with the rank's random states.
+- The sum over the ranks against the sum of their vectors in float64.
+- The state after the step against the state that Keras' optimizer makes of the sum.
 
 Layers that compute in 16 bits compute in float32 here, because rounding to 16 bits hides a sample. All
 weights are moved before the step: a compiled step that does not read them would be right at the initial ones.
@@ -30,7 +30,7 @@ from csdctl.worker.protocol.events import STATE, VERIFIED, Verified
 from csdctl.worker.protocol.recipe import BF16
 from csdctl.worker.protocol.run_spec import RankSpec
 from csdctl.worker.tasks.split import SplitParts
-from csdctl.worker.tasks.task import ModelTask, Task
+from csdctl.worker.tasks.task import ModelTask, Task, TaskContext
 
 if TYPE_CHECKING:
     from csdctl.worker.compute.keras_step import KerasStep
@@ -42,11 +42,11 @@ MAX_MOVE = 1 / 16
 NUM_DRAWS = 3
 """Number of random roundings of the weights; the spread is their largest effect."""
 MAX_UPDATE_DIFFERENCE = 0.01
-"""Relative to what the step changes. A sum that is applied twice makes 1."""
+"""Relative to what the step changes. Applying a sum twice would give 1."""
 UPDATE_ROUNDINGS = 8
-"""Two computations of a variable's new value may differ by so many roundings of its type."""
-SMALLEST = 2.0**-126
-"""The smallest float32 that every processor adds; some take smaller ones for 0."""
+"""Two computations of a variable's new value may differ by this many rounding errors of its type."""
+SMALLEST_NORMAL = np.finfo(np.float32).tiny
+"""The smallest normal float32: some processors flush smaller numbers to zero."""
 
 
 class Reference:
@@ -65,7 +65,8 @@ class Reference:
         state before the step.
         """
         self._step, self._engine, self._start = step, step.engine, step.engine.values
-        self._takers, self._draw, self._totals = [rank for rank in ranks if rank.batch_size], draw, totals
+        self._active_ranks = [rank for rank in ranks if rank.batch_size]
+        self._draw, self._totals = draw, totals
 
     def compare(self, rank: RankSpec, vector: Array) -> float:
         """Return how far a rank's vector is off Keras' vector of the same samples, relative to it."""
@@ -79,7 +80,7 @@ class Reference:
         its layer computes in. Kernels of other processors and other numbers of threads round as differently.
         Second, how far it moves when one sample is another one. A sample that is lost makes as much.
         """
-        rank, info = self._takers[0], self._engine.info
+        rank, info = self._active_ranks[0], self._engine.info
         columns = self._draw(rank.rank, rank.batch_size + 1)
         batch = [column[:-1] for column in columns]
         vector = self._compute(rank, *batch)
@@ -95,7 +96,8 @@ class Reference:
         # them changes nothing, but the terms of the sum are rounded.
         types = {variable.dtype for variable in info.variables[: info.num_weights]} & set(ROUNDOFFS)
         roundoff = max(ROUNDOFFS[dtype] for dtype in {"float32", *types})
-        return max(roundoff * (1 + rank.batch_size * one_sample), *spreads), one_sample
+        spreads.append(roundoff * (1 + rank.batch_size * one_sample))
+        return float(np.max(spreads)), one_sample  # max() would drop NaN
 
     def check_update(self, after: Sequence[Array], total: Array) -> None:
         """Raise WorkerError for a state `after` the step that is not Keras'. `total`: the summed vector."""
@@ -111,17 +113,17 @@ class Reference:
         """Return how far the state `after` the step is off Keras' state, relative to what the step changes.
 
         For an own train_step, Keras takes the whole step of the first batch, and the variables of its
-        optimizers are compared. Infinite if an optimizer did not step as often.
+        optimizers are compared. Infinite if an optimizer did not step as often. NaN if a variable is NaN.
         """
         info = self._engine.info
         if info.sums:
-            rank = self._takers[0]
+            rank = self._active_ranks[0]
             self._compute(rank, *self._draw(rank.rank, rank.batch_size))
             expected = self._step.values
         else:
             expected = self._step.apply(self._start, total)
         groups = info.updated or [[place] for place in range(len(expected))]
-        return max(self._measure_change(group, expected, after) for group in groups)
+        return float(np.max([self._measure_change(group, expected, after) for group in groups]))
 
     def _measure_change(
         self, places: Sequence[int], expected: Sequence[Array], actual: Sequence[Array]
@@ -133,7 +135,7 @@ class Reference:
         change = error = 0.0
         for place in places:
             roundoff = ROUNDOFFS.get(self._engine.info.variables[place].dtype, 0.0)
-            before, by_keras, value = (_widen(state[place]) for state in (self._start, expected, actual))
+            before, by_keras, value = (_as_float64(state[place]) for state in (self._start, expected, actual))
             if roundoff:
                 rounding = UPDATE_ROUNDINGS * roundoff * np.maximum(np.abs(before), np.abs(by_keras))
                 change += float(np.sum((by_keras - before) ** 2))
@@ -167,7 +169,7 @@ def move_weights(engine: StepEngine, generator: np.random.Generator, max_move: f
     for place, variable in enumerate(info.variables[: info.num_weights]):
         if variable.dtype in ROUNDOFFS:
             move = generator.random(variable.shape, np.float32) * np.float32(2 * max_move)
-            moved = _widen(values[place]) * (1 + move - np.float32(max_move))
+            moved = _as_float64(values[place]) * (1 + move - np.float32(max_move))
             if values[place].dtype == BFLOAT16:
                 halves = np.empty(moved.size, np.uint16)
                 to_bf16(moved.astype(np.float32).reshape(-1), halves)
@@ -177,7 +179,7 @@ def move_weights(engine: StepEngine, generator: np.random.Generator, max_move: f
     return values
 
 
-def _widen(value: Array) -> Array:
+def _as_float64(value: Array) -> Array:
     if value.dtype == BFLOAT16:
         value = from_bf16(value["bfloat16"])
     return value if value.dtype.kind in "iub" else value.astype(np.float64)
@@ -189,7 +191,7 @@ def measure_sum(total: Array, exact: Array, magnitudes: Array, num_terms: int) -
     NaN if not finite. For `num_terms` in float32, it is at most `num_terms` roundings (Higham 1993).
     """
     with np.errstate(divide="ignore", invalid="ignore"):
-        errors = np.maximum(np.abs(total - exact) - num_terms * SMALLEST, 0)
+        errors = np.maximum(np.abs(total - exact) - num_terms * SMALLEST_NORMAL, 0)
         return float(np.where(errors == 0, 0, errors / magnitudes).max(initial=0))
 
 
@@ -199,26 +201,39 @@ def choose_sizes(batch_sizes: Sequence[int]) -> list[int]:
     With equal sizes, a plain mean of the ranks' means would be right. A rank without samples gets none.
     """
     sizes = [min(size, MAX_SAMPLES) for size in batch_sizes]
-    takers = [rank for rank, size in enumerate(sizes) if size]
+    active_ranks = [rank for rank, size in enumerate(sizes) if size]
     if len({*sizes} - {0}) == 1:
-        for rank in takers[1::2]:
-            sizes[rank] = max(1, 3 * sizes[rank] // 4)
+        for rank in active_ranks[1::2]:
+            sizes[rank] = 3 * sizes[rank] // 4 if sizes[rank] > 1 else 2
     return sizes
 
 
 class Verify(ModelTask):
     """Takes one step, and compares it with Keras."""
 
-    _weights_hash = ""
     settle = Task.settle
 
-    def run(self, communicator: Communicator) -> str:
-        """Take the step. Raises WorkerError when ranks are missing, or hold different weights after it."""
-        self._check_members(communicator)
+    def __init__(self, context: TaskContext) -> None:
+        super().__init__(context)
         sizes = choose_sizes([rank.batch_size for rank in self.spec.ranks])
         self._ranks = [
             replace(rank, batch_size=size) for rank, size in zip(self.spec.ranks, sizes, strict=True)
         ]
+        """The ranks with the batch sizes of the step."""
+        self._vector = np.zeros(0, np.float32)
+        """This rank's vector."""
+        self._totals: list[Array] = []
+        """The sums of the step over all ranks."""
+        self._weights_hash = ""
+
+    @property
+    def max_batch_sizes(self) -> dict[int, int]:
+        """As in `ModelTask`. The step has 2 samples on ranks that have 1 in the plan."""
+        return {rank: max(2, size) for rank, size in super().max_batch_sizes.items()}
+
+    def run(self, communicator: Communicator) -> str:
+        """Take the step. Raises WorkerError when ranks are missing, or hold different weights after it."""
+        self._check_members(communicator)
         self.step.values = move_weights(self.step, np.random.default_rng(self.spec.recipe.seed), MAX_MOVE)
         self.step.set_step(0, self.spec.recipe.learning_rate or 0.0)
         try:
@@ -242,8 +257,8 @@ class Verify(ModelTask):
     def draw(self, rank: int, count: int) -> tuple[Array, Array]:
         """Return the first `count` random samples of a rank, the same on every machine.
 
-        Each has an amplitude of its own: samples that are much alike have nearly the same gradient, so that
-        one could be taken for another.
+        Each has an amplitude of its own: otherwise similar samples would have nearly equal gradients, and a
+        swapped sample would go unnoticed.
         """
         generator = np.random.default_rng([self.spec.recipe.seed, rank])
         batch = random_batch(generator, self.element_spec, MAX_SAMPLES + 1, self.step.info.num_indices)
@@ -264,43 +279,49 @@ class Verify(ModelTask):
             )
 
     def _compare(self, communicator: Communicator) -> dict[str, Any]:
-        """Take the step. Return what rank 0 measures as fields of `Verified`, without the weights' hash."""
-        start, summed = self.step.values, slice(self.layout.statistics.stop)
+        """Take the step. Return the fields of `Verified` but the weights' hash on rank 0, otherwise {}."""
+        start = self.step.values
         total = self._take_step(communicator)
-        model_total = self._as_model(total)
         after, self.step.values = self.step.values, start
-        reference = self._make_reference() if self.is_root else None
-        exact, magnitudes, differences = np.zeros(summed.stop), np.zeros(summed.stop), []
-        for rank, vector in zip(self._ranks, self._each_vector(communicator), strict=False):
-            if reference:
-                exact += vector[summed]
-                magnitudes += np.abs(vector[summed])
-                differences.append(reference.compare(rank, self._as_model(vector)))
         comparisons: dict[str, Any] = {}
-        if reference:
-            reference.check_update(after, model_total)
-            spread, one_sample = reference.measure()
-            rounding = len(self._ranks) * ROUNDOFFS["float32"]
-            if self.spec.recipe.compression == BF16:
-                # Vectors are rounded before each level of the sum, and the total once more.
-                num_roundings = 3 if len({rank.server for rank in self._ranks}) > 1 else 2
-                rounding += (1 + ROUNDOFFS["bfloat16"]) ** num_roundings - 1
-            comparisons = {
-                "batch_sizes": tuple(rank.batch_size for rank in self._ranks),
-                "dtype": self.step.info.model_type,
-                "sum_difference": measure_sum(total[summed], exact, magnitudes, len(self._ranks)),
-                "sum_rounding": rounding,
-                "compared_in": self.step.info.compute_type,
-                "differences": tuple(differences),
-                "spread": spread,
-                "one_sample": one_sample,
-            }
+        if self.is_root:
+            comparisons = self._compare_vectors(communicator, total, after)
+        else:
+            self._send_vector(communicator)
         self.step.values = after
         return comparisons
 
+    def _compare_vectors(
+        self, communicator: Communicator, total: Array, after: Sequence[Array]
+    ) -> dict[str, Any]:
+        model_total, reference = self._as_model(total), self._make_reference()
+        summed = slice(self.layout.statistics.stop)
+        exact, magnitudes, differences = np.zeros(summed.stop), np.zeros(summed.stop), []
+        for rank, vector in zip(self._ranks, self._receive_vectors(communicator), strict=True):
+            exact += vector[summed]
+            magnitudes += np.abs(vector[summed])
+            differences.append(reference.compare(rank, self._as_model(vector)))
+        reference.check_update(after, model_total)
+        spread, one_sample = reference.measure()
+        rounding = len(self._ranks) * ROUNDOFFS["float32"]
+        if self.spec.recipe.compression == BF16:
+            # Vectors are rounded before each level of the sum, and the total once more.
+            num_roundings = 3 if len({rank.server for rank in self._ranks}) > 1 else 2
+            rounding += (1 + ROUNDOFFS["bfloat16"]) ** num_roundings - 1
+        return {
+            "batch_sizes": tuple(rank.batch_size for rank in self._ranks),
+            "dtype": self.step.info.model_type,
+            "sum_difference": measure_sum(total[summed], exact, magnitudes, len(self._ranks)),
+            "sum_rounding": rounding,
+            "compared_in": self.step.info.compute_type,
+            "differences": tuple(differences),
+            "spread": spread,
+            "one_sample": one_sample,
+        }
+
     def _take_step(self, communicator: Communicator) -> Array:
-        step, self._totals = self.step, list[Array]()
-        parts: list[Array] = []
+        step, parts = self.step, list[Array]()
+        self._totals = []
 
         def exchange(number: int, part: Array) -> Array:
             vector = np.zeros_like(communicator.local)
@@ -313,10 +334,10 @@ class Verify(ModelTask):
         self._vector = step.join(parts)
         return step.join(self._totals)
 
-    def _each_vector(self, communicator: Communicator) -> Iterator[Array]:
-        if not self.is_root:
-            communicator.send(0, self._vector, STATE)
-            return
+    def _send_vector(self, communicator: Communicator) -> None:
+        communicator.send(0, self._vector, STATE)
+
+    def _receive_vectors(self, communicator: Communicator) -> Iterator[Array]:
         yield self._vector
         for rank in communicator.members[1:]:
             received = communicator.receive(rank, self._vector.nbytes, STATE)
@@ -325,7 +346,7 @@ class Verify(ModelTask):
             yield np.frombuffer(received, self._vector.dtype)
 
     def _as_model(self, vector: Array) -> Array:
-        """Return the vector of the whole model that the latest one of the ranks amounts to."""
+        """Return the whole-model vector equivalent to `vector`; uses the latest step's head."""
         return vector
 
     def _sum(self, communicator: Communicator, vector: Array) -> Array:
@@ -350,7 +371,6 @@ class VerifySplit(SplitParts, Verify):
 
     def _take_step(self, communicator: Communicator) -> Array:
         assert self.spec.split
-        self._totals = []
         total = self._sum_of(communicator, [rank.batch_size for rank in self._ranks])
         self._split.apply(total)
         for number, rank in enumerate(self._ranks):
@@ -358,14 +378,21 @@ class VerifySplit(SplitParts, Verify):
             self._ranks[number] = replace(rank, micro_batch_size=size)
         return total
 
-    def _each_vector(self, communicator: Communicator) -> Iterator[Array]:
+    def _send_vector(self, communicator: Communicator) -> None:
         for rank in self._ranks:
-            sizes = [taker.batch_size * (taker is rank) for taker in self._ranks]
-            yield self._sum_of(communicator, sizes)
+            self._vector_of(communicator, rank)
+
+    def _receive_vectors(self, communicator: Communicator) -> Iterator[Array]:
+        for rank in self._ranks:
+            yield self._vector_of(communicator, rank)
+
+    def _vector_of(self, communicator: Communicator, rank: RankSpec) -> Array:
+        sizes = [other.batch_size if other is rank else 0 for other in self._ranks]
+        return self._sum_of(communicator, sizes)
 
     def _as_model(self, vector: Array) -> Array:
         split: Any = self._split
-        return split.vector(vector) if self.is_root else vector
+        return np.asarray(split.vector(vector))
 
     def _sum_of(self, communicator: Communicator, counts: list[int]) -> Array:
         """Return the summed vector of a step from the beginning, in which the ranks have `counts` samples."""

@@ -10,6 +10,7 @@ from csdctl.worker.compute.keras_internals import compute_type, widen
 from csdctl.worker.compute.keras_step import KerasStep
 from csdctl.worker.compute.own_step import Interception
 from csdctl.worker.engine.step import ROUNDOFFS
+from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.tasks.verify import Reference, measure_sum
 from tests.unit.worker.compute.built_models import keras
 from tests.unit.worker.compute.test_own_step import Engine, Ranks, build, make_step, samples, tf
@@ -76,6 +77,19 @@ def test_right_engine_is_found_right(model: Callable[[], Any]) -> None:
     assert judged.update < 1e-4
     judged.reference._engine.rate = np.zeros((), np.float32)
     assert judged.reference.measure_update(judged.after, judged.total) == np.inf, "Keras changes nothing"
+
+
+def test_nan_in_one_variable_or_one_rounding_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    judged = Judged(build, add)
+    judged.after[-1] = np.full_like(judged.after[-1], np.nan)
+    with pytest.raises(WorkerError, match="differs from Keras' by nan"):
+        judged.reference.check_update(judged.after, judged.total)
+    vector = np.ones(judged.total.size)
+    results = iter([vector, 2 * vector, 1.1 * vector, np.nan * vector, 1.1 * vector])
+    monkeypatch.setattr(judged.reference._step, "vector", lambda *_: next(results))
+    spread, one_sample = judged.reference.measure()
+    assert np.isnan(spread)
+    assert np.isfinite(one_sample)
 
 
 @pytest.mark.first(1)

@@ -264,8 +264,22 @@ class TestSum:
 
 @pytest.mark.parametrize(
     ("plan", "verified"),
-    [([320, 32, 8], [16, 16, 8]), ([64, 64, 64], [16, 12, 16]), ([1, 1], [1, 1]), ([0, 64, 64], [0, 16, 12])],
+    [
+        ([320, 32, 8], [16, 16, 8]),
+        ([64, 64, 64], [16, 12, 16]),
+        ([1, 1, 1], [1, 2, 1]),
+        ([0, 64, 64], [0, 16, 12]),
+    ],
 )
 def test_batches_are_of_different_sizes(plan: list[int], verified: list[int]) -> None:
     """With equal ones, a plain mean of means would be right."""
     assert choose_sizes(plan) == verified
+
+
+def test_two_samples_of_a_rank_that_has_one_fit_into_a_message() -> None:
+    task = load_task(ROWS["all weights 0"])
+    task.spec = dataclasses.replace(task.spec, ranks=specs_of((1, 1)))
+    for limit in (None, 1):
+        ranks = tuple(dataclasses.replace(rank, max_batch_size=limit) for rank in task.spec.ranks)
+        task.spec = dataclasses.replace(task.spec, ranks=ranks)
+        assert min(task.max_batch_sizes.values()) == 2
