@@ -25,7 +25,7 @@ CHECKED_SAMPLES = 2
 
 def count_flops(model: Any) -> int:
     """Return the FLOPs of one sample. 0 if unknown, as for inputs of variable size and subclassed models."""
-    if not hasattr(internals.functional_graph(model), "_nodes_by_depth"):
+    if not internals.has_graph(model):
         return 0
     flops = sum(_count_flops(*call) for call in internals.topological_nodes(unroll(model)[0]))
     return 0 if math.isnan(flops) else int(flops)
@@ -33,7 +33,7 @@ def count_flops(model: Any) -> int:
 
 def _count_flops(operation: Any, node: Any) -> float:
     """Return the FLOPs of a call of a layer for one sample. NaN if they are unknown."""
-    if hasattr(internals.functional_graph(operation), "_nodes_by_depth"):  # a model that is a layer
+    if internals.has_graph(operation):  # a model that is a layer
         return sum(_count_flops(*call) for call in internals.topological_nodes(operation))
     kind = type(operation).__name__
     variables = () if kind.endswith("Embedding") else getattr(operation, "weights", ())
@@ -80,7 +80,7 @@ def find_cuts(model: Any) -> list[Cut]:
     inside, too. Neither an input nor an output is a cut, nor is a place with a weight that is trained on both
     sides of it.
     """
-    if not getattr(model, "inputs", None) or not internals.is_its_graph(model):
+    if not getattr(model, "inputs", None) or not internals.has_default_forward_and_loss(model):
         return []
     model, names = unroll(model)
     nodes = internals.topological_nodes(model)

@@ -1,6 +1,7 @@
-"""Every private attribute of Keras that csdctl uses, and why. The cap on Keras in pyproject.toml points here.
+"""The private attributes of Keras that csdctl uses, and why. The cap on Keras in pyproject.toml points here.
 
-Written for Keras 3.15. tests/unit/worker/compute covers every use. protocol/model_info.py has one more.
+Written for Keras 3.15. tests/unit/worker/compute covers every use. Two more are in modules that cannot import
+this one: protocol/model_info.py and compute/backend.py.
 """
 
 import contextlib
@@ -29,7 +30,7 @@ def compute_type(model: Any) -> str:
 def widen(model: Any) -> None:
     """Let layers that compute in 16 bits compute in float32 from now on. The weights keep their type.
 
-    In 16 bits, kernels differ by as much as a sample: some add in 16 bits, others in 32.
+    16-bit kernels may differ by as much as one sample contributes: some add in 16 bits, others in 32.
     """
     for layer in (model, *flatten_layers(model)):
         if layer.compute_dtype in ("float16", "bfloat16"):
@@ -70,7 +71,7 @@ def regularization_losses(model: Any) -> list[Any]:
 def compute_loss(
     model: Any, inputs: Any, targets: Any, predictions: Any, weights: Any, *, training: bool
 ) -> Any:
-    """Return what compute_loss of the user's own returns, which may lack the argument `training`."""
+    """Return the result of the user's compute_loss, which may lack the argument `training`."""
     return model._compute_loss(inputs, targets, predictions, weights, training=training)
 
 
@@ -96,24 +97,26 @@ def compile_arguments(model: Any) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def noting_divisors(divisors: dict[Any, tuple[Any, Any]]) -> Iterator[None]:
+def noting_divisors(divisors: dict[Any, tuple[Any, ...]]) -> Iterator[None]:
     """Note what Keras divides each loss by: unmasked elements, the sum of the weights, or samples.
 
-    `divisors` gets a key for each different divisor, and the divisor, None for samples. Then its mask, which
-    keeps the key unique. Weights (n,) apply to all elements of a sample, as weights (n, 1) do in fit.
+    `divisors` gets a key for each different divisor, and the divisor, None for samples. Then the weights and
+    the mask: while they are alive, no other object has their ids. Weights (n,) apply to all elements of a
+    sample, like weights (n, 1) in fit.
     """
     module, ops = keras.src.losses.loss, keras.ops
     original = module.reduce_weighted_values
 
     def reduce(values: Any, sample_weight: Any, mask: Any, reduction: Any, dtype: Any) -> Any:
         is_weighed = sample_weight is not None and reduction == "mean_with_sample_weight"
-        key = (is_weighed and id(sample_weight), id(mask))
+        given = sample_weight if is_weighed else None, mask
         if sample_weight is not None:
             sample_weight = ops.cast(sample_weight, values.dtype)
             if len(sample_weight.shape) == 1 < len(values.shape):
                 sample_weight = ops.reshape(sample_weight, (-1, *[1] * (len(values.shape) - 1)))
         counted = module.apply_mask(sample_weight if is_weighed else None, mask, "float32", "sum")
-        divisors.setdefault(key, (None if counted is None else ops.sum(counted), mask))
+        divisor = None if counted is None else ops.sum(counted)
+        divisors.setdefault(tuple(map(id, given)), (divisor, *given))
         return original(values, sample_weight, mask, reduction, dtype)
 
     with mock.patch.object(module, "reduce_weighted_values", reduce):
@@ -145,7 +148,7 @@ def find_optimizers(model: Any) -> list[Any]:
     for values in (find_globals(model), vars(model).values()):
         if optimizers := [value for value in values if isinstance(value, keras.optimizers.Optimizer)]:
             unlike_default = [value for value in optimizers if value is not getattr(model, "optimizer", None)]
-            # compile() of the user's own that calls Keras' without an optimizer leaves the default, RMSprop.
+            # A compile() of the user that calls Keras' without an optimizer leaves the default, RMSprop.
             has_compile = type(model).compile is not keras.Model.compile
             code = getattr(_python_function(model.train_step), "__code__", None)
             if unlike_default and has_compile and "optimizer" not in (code.co_names if code else ()):
@@ -155,7 +158,11 @@ def find_optimizers(model: Any) -> list[Any]:
 
 
 def find_globals(model: Any) -> list[Any]:
-    """Return the global values that train_step names, and those that functions of its file name for it."""
+    """Return the global values whose names occur in the code of train_step and of the functions it uses.
+
+    Only functions of its file are followed. Names of attributes occur, too: a global value of the same name
+    is returned, even if it is not used.
+    """
     values: dict[int, Any] = {}
     waiting = [model.train_step]
     while waiting:
@@ -176,10 +183,23 @@ def _python_function(step: Any) -> Any:
 
 def optimizer_classes() -> list[Any]:
     """Return the base class of Keras' optimizers and all of its subclasses, the user's included."""
-    classes = [keras.src.optimizers.base_optimizer.BaseOptimizer]
-    for kind in classes:
-        classes += kind.__subclasses__()
-    return list(dict.fromkeys(classes))
+    classes: dict[Any, None] = {}
+    waiting = [keras.src.optimizers.base_optimizer.BaseOptimizer]
+    while waiting:
+        kind = waiting.pop()
+        classes[kind] = None
+        waiting += kind.__subclasses__()
+    return list(classes)
+
+
+def trained_variables(optimizer: Any) -> list[Any]:
+    """Return the variables that an optimizer was built for: those that `apply` takes by default."""
+    return list(optimizer._trainable_variables)
+
+
+def averages_of_variables(optimizer: Any) -> list[Any]:
+    """Return the moving averages of `trained_variables`, of an optimizer with `use_ema`."""
+    return list(optimizer._model_variables_moving_average)
 
 
 def constant_rate(optimizer: Any) -> float:
@@ -189,8 +209,8 @@ def constant_rate(optimizer: Any) -> float:
     return float(optimizer.learning_rate) if is_constant else 0.0
 
 
-def excluding_alike(optimizer: Any, other_optimizer: Any) -> Any:
-    """Return `optimizer`, excluding from weight decay what the other one does: no configuration has it."""
+def copy_decay_exclusions(optimizer: Any, other_optimizer: Any) -> Any:
+    """Return `optimizer` with the other's weight-decay exclusions, which get_config() omits."""
     rules = {k: v for k, v in vars(other_optimizer).items() if k.startswith("_exclude_from_weight")}
     vars(optimizer).update(rules)
     return optimizer
@@ -201,14 +221,19 @@ def functional_graph(model: Any) -> Any:
     return getattr(model, "_functional", None) or model
 
 
+def has_graph(operation: Any) -> bool:
+    """Return whether a model or layer is a functional or sequential model."""
+    return hasattr(functional_graph(operation), "_nodes_by_depth")
+
+
 def nested_graph(operation: Any) -> Any:
     """Return the graph of a layer that is a plain model with one input and one output, else None."""
     graph = functional_graph(operation) if _calls_graph(operation) else None
     return graph if graph is not None and len(graph.inputs) == len(graph.outputs) == 1 else None
 
 
-def is_its_graph(model: Any) -> bool:
-    """Return whether a model computes its graph and Keras' loss, which a class of the user's may override."""
+def has_default_forward_and_loss(model: Any) -> bool:
+    """Return whether a model has the call, loss and metrics of Keras, which a user's class may override."""
     kind, plain = type(model), keras.Model
     return (
         _calls_graph(model)

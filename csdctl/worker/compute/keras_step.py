@@ -56,7 +56,7 @@ class KerasStep:
         """Return a rank's vector with the state `values`, shape (layout.step_size,), float64.
 
         `totals`: of an own train_step, the sums of the step over all ranks, which later sums depend on. The
-        state behind the step is then the model's.
+        state after the step is then the model's.
         """
         size = max(1, self.engine.micro_batch_size or len(images))
         images, labels = self.engine.augment(images, labels)
@@ -85,7 +85,7 @@ class KerasStep:
         optimizer = model.optimizer
         with mock.patch.object(optimizer, "apply_gradients", applied.extend), noting_divisors(divisors):
             model.train_step(batch)
-        counted = [divisor for divisor, _ in divisors.values() if divisor is not None]
+        counted = [divisor for divisor, *_ in divisors.values() if divisor is not None]
         is_counted = counted and not self.engine.has_noise and self.engine.layout.has_loss_count
         count = float(counted[0]) if is_counted else float(len(images))
         self._unused = {id(variable) for gradient, variable in applied if gradient is None}

@@ -132,14 +132,14 @@ class Objective:
         inputs = inputs_of(model, samples, self._input_range)
         predictions = model(inputs, training=training)
         targets, weights = self.targets(labels, predictions, training=training)
-        by_key: dict[Any, tuple[Any, Any]] = {}
+        by_key: dict[Any, tuple[Any, ...]] = {}
         with internals.noting_divisors(by_key):
             if type(model).compute_loss is keras.Model.compute_loss:
                 mean, summed = self._add_losses(internals.compiled_loss(model, targets, predictions, weights))
             else:
                 loss = internals.compute_loss(model, inputs, targets, predictions, weights, training=training)
                 mean, summed = keras.ops.cast(loss, "float32"), None
-        divisors = [] if self._is_per_sample else [divisor for divisor, _ in by_key.values()]
+        divisors = [] if self._is_per_sample else [divisor for divisor, *_ in by_key.values()]
         if len(divisors) > 1:
             raise JobError(
                 "the losses are divided by different numbers, such as samples, unmasked elements and the sum "

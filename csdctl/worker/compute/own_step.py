@@ -1,20 +1,23 @@
-"""The functions of a step that a user's own train_step takes: its optimizers get what ranks have summed.
+"""Compiles a step for models with their own train_step: its optimizers get what ranks have summed.
 
 The author's train_step runs as it is written on every rank. Where it applies gradients (`apply` or
 `apply_gradients` of an optimizer), each rank gives its gradients times its number of samples n to a sum over
-the ranks, and the optimizer gets Σ n g / Σ n, so every loss must be a mean over the samples of the batch. A
-step has one sum for each time that it applies gradients, in the order of the trace, and a last one:
+the ranks, and the optimizer gets Σ n g / Σ n: the loss is a mean over the samples of the batch. Gradients of
+a loss with a value for each sample, which TensorFlow adds, are summed without n. A step has one sum for each
+time that it applies gradients, in the order of the trace, and a last one:
 
-    [ n · gradients | n · changes of state | n | stop | seconds ]
-    [ n · changes of state | states of metrics | n · logs | n | stop | seconds ]
+    [ n · gradients, or gradients | n · changes of state | n | stop | seconds | norm ]
+    [ n · changes of state | states of metrics | n · logs | n | stop | seconds | norm ]
 
 The function is cut at these sums. State that differs by rank is summed with the next of them. For the
 statistics of batch norm, the statistics of the pooled batch are computed for each call. All other state gets
 the mean of the changes. A metric of the model starts anew in every step, and the states of all ranks are
 summed. Every other number that train_step returns is averaged over the samples. Random numbers of
-keras.random and of tf.random follow (seed, rank, step), as those that layers draw.
+keras.random and of tf.random follow (seed, rank, step), like those that layers draw.
 """
 
+import inspect
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -47,7 +50,7 @@ class OwnStepCompiler(Compiler):
     def __init__(
         self, model: Any, recipe: Recipe, example: tuple[Array, Array], *, has_validation: bool = False
     ) -> None:
-        """`example` as of StepCompiler. Raises WorkerError, exit code 2, if ranks cannot take the step."""
+        """`example`: see StepCompiler. Raises WorkerError, exit code 2, if ranks cannot take the step."""
         super().__init__(model, recipe)
         self.random_states = find_random_states(model, internals.find_globals(model))
         self.signature = specs_of(example)
@@ -55,7 +58,7 @@ class OwnStepCompiler(Compiler):
         self._name = f"{getattr(model.train_step, '__name__', 'train_step')} of {type(model).__name__}"
         samples, labels = tf.nest.map_structure(symbolic, self.signature)
         internals.build_symbolically(model, unpack(samples, labels, recipe.input_range))
-        self.optimizers = self._create()
+        self.optimizers = self._discover_optimizers()
         values = (*model.metrics, *internals.find_globals(model))
         metrics = {id(value): value for value in values if isinstance(value, keras.metrics.Metric)}
         self.metric_states = MetricStates(list(metrics.values()))
@@ -105,8 +108,8 @@ class OwnStepCompiler(Compiler):
             for group in groups
         )
 
-    def _create(self) -> list[Any]:
-        """Call train_step once, which creates state, as of metrics of compile(). Return its optimizers."""
+    def _discover_optimizers(self) -> list[Any]:
+        """Call train_step once, to create state such as compiled metrics. Return its optimizers."""
         applied: dict[int, Any] = {}
 
         def note(optimizer: Any, gradients: list[Any], variables: list[Any]) -> list[Any]:
@@ -148,11 +151,12 @@ class OwnStepCompiler(Compiler):
             self._logs = list(numbers)
             results = [state * weight for state in states]
             results += [tf.cast(value, tf.float32) * (weight * count) for value in numbers.values()]
-            self._traced.sum([], results)
+            self._traced.sum_over_ranks([], results)
             return self._new_state()
 
     def _check_draws(self) -> None:
         """Raise WorkerError for operations that draw from their own state, which no step can set again."""
+        # TensorFlow's operations with a random state of their own have the attributes seed and seed2.
         operations = tf.compat.v1.get_default_graph().get_operations()
         definitions = [operation.op_def for operation in operations]
         drawing = {kind.name for kind in definitions if any(attr.name == "seed2" for attr in kind.attr)}
@@ -294,7 +298,7 @@ class Interception:
 
         return call
 
-    def sum(self, gradients: list[Any], results: list[Any]) -> Any:
+    def sum_over_ranks(self, gradients: list[Any], results: list[Any]) -> Any:
         """Sum weighted tensors over the ranks. Return the total. Bring all state to the pooled batch's."""
         weight = self._weight
         # The last sum also has what the step itself has written to variables that it trains.
@@ -306,7 +310,9 @@ class Interception:
         sizes = [sum(int(tensor.shape[0]) for tensor in part) for part in flat]
         layout = VectorLayout(sizes[0], sizes[1], sizes[2] - 1)
         self.sums.append(SumInfo(layout))
+        # All parts may be empty, but concat needs a tensor.
         vector = tf.concat([*flat[0], *flat[1], *flat[2], tf.zeros([0])], axis=0)
+        # A rank without samples takes the step with zeros: what is not finite there, times 0, would be NaN.
         vector = tf.where(weight > 0, vector, tf.zeros_like(vector))
         vector = tf.concat([vector, tf.reshape(weight, [1])], axis=0)
         (total,) = self._builder.cut([vector], [(tf.float32, vector.shape)])
@@ -394,10 +400,10 @@ class Interception:
             )
         is_summed = are_sums == {True}
         weight = self._of_sample if is_summed else self._weight
-        # TensorFlow does not know the shape of every gradient, as of an embedding.
+        # TensorFlow does not know the shape of every gradient, such as an embedding's.
         shaped = [tf.reshape(tf.convert_to_tensor(gradient), variable.shape) for variable, gradient in given]
         weighted = [tf.cast(gradient, tf.float32) * weight for gradient in shaped]
-        total = self.sum(weighted, [])
+        total = self.sum_over_ranks(weighted, [])
         self.sums[-1] = replace(self.sums[-1], is_summed=is_summed)
         mean = total[self.sums[-1].layout.gradients] / (1 if is_summed else total[-1])
         means = zip(shaped, unflatten(mean, [variable for variable, _ in given]), strict=True)
@@ -425,14 +431,14 @@ def replacing_apply(change: Callable[[Any, list[Any], list[Any]], list[Any]]) ->
     is_applying = False
 
     def wrap(original: Any) -> Any:
-        def apply(optimizer: Any, gradients: Any, trainable_variables: Any = None) -> Any:
+        def apply(optimizer: Any, grads: Any, trainable_variables: Any = None) -> Any:
             nonlocal is_applying
             if is_applying:  # an optimizer that wraps another one
-                return original(optimizer, gradients, trainable_variables)
+                return original(optimizer, grads, trainable_variables)
             variables = trainable_variables
-            variables = optimizer._trainable_variables if variables is None else list(variables)
+            variables = internals.trained_variables(optimizer) if variables is None else list(variables)
             with tf.device(STATE):
-                changed = change(optimizer, list(gradients), variables)
+                changed = change(optimizer, list(grads), variables)
                 is_applying = True
                 try:
                     return original(optimizer, changed, variables)
@@ -458,10 +464,10 @@ def replacing(kind: Any, name: str, wrap: Callable[[Any], Any]) -> Iterator[None
 
 
 @contextmanager
-def repeatable_draws(seed: Any) -> Iterator[list[None]]:
+def repeatable_draws(seed: Any) -> Iterator[None]:
     """Let tf.random draw numbers that follow from `seed`, shape (2,), int32, and the order of the calls."""
     graph = tf.compat.v1.get_default_graph()
-    drawn: list[None] = []
+    numbers = itertools.count(1)
 
     def next_seed() -> Any:
         if tf.compat.v1.get_default_graph() is not graph:
@@ -469,23 +475,20 @@ def repeatable_draws(seed: Any) -> Iterator[list[None]]:
                 "train_step draws from tf.random inside of a condition, a loop or a function of TensorFlow",
                 "draw before it, for the whole batch",
             )
-        drawn.append(None)
-        return tf.random.experimental.stateless_fold_in(seed, len(drawn))
+        return tf.random.experimental.stateless_fold_in(seed, next(numbers))
 
-    def stateless(draw: Any) -> Any:
-        def call(shape: Any, *args: Any, seed: Any = None, name: Any = None, **options: Any) -> Any:
-            return draw(shape, next_seed(), *args, **options)
+    def stateless(name: str, draw: Any) -> Any:
+        signature = inspect.signature(getattr(tf.random, name))
+
+        def call(*args: Any, **options: Any) -> Any:
+            given = signature.bind(*args, **options).arguments | {"seed": None}
+            arguments = {key: value for key, value in given.items() if value is not None}
+            return draw(**arguments, seed=next_seed())
 
         return call
 
-    def categorical(logits: Any, num_samples: Any, dtype: Any = None, **_: Any) -> Any:
-        return tf.random.stateless_categorical(logits, num_samples, next_seed(), dtype or tf.int64)
-
-    def shuffle(value: Any, **_: Any) -> Any:
-        return tf.random.experimental.stateless_shuffle(value, next_seed())
-
-    kinds = ("normal", "truncated_normal", "uniform")
-    functions = {kind: stateless(getattr(tf.random, f"stateless_{kind}")) for kind in kinds}
-    functions |= {"categorical": categorical, "shuffle": shuffle}
+    kinds = ("normal", "truncated_normal", "uniform", "categorical")
+    functions = {kind: stateless(kind, getattr(tf.random, f"stateless_{kind}")) for kind in kinds}
+    functions["shuffle"] = stateless("shuffle", tf.random.experimental.stateless_shuffle)
     with mock.patch.multiple(tf.random, **functions):
-        yield drawn
+        yield

@@ -12,7 +12,7 @@ from typing import Any
 
 from csdctl.worker.compute.backend import keras
 from csdctl.worker.compute.cuts import freeze_until
-from csdctl.worker.compute.keras_internals import compile_arguments, excluding_alike, flatten_layers
+from csdctl.worker.compute.keras_internals import compile_arguments, copy_decay_exclusions, flatten_layers
 from csdctl.worker.compute.user_code import explaining, load_function
 from csdctl.worker.process.errors import JobError
 from csdctl.worker.protocol.recipe import LossTerm, Recipe
@@ -85,7 +85,7 @@ def _choose_optimizer(recipe: Recipe, compiled: Any) -> tuple[Any, Recipe]:
     config["learning_rate"] = float(rate)
     recipe = dataclasses.replace(recipe, optimizer=name, learning_rate=float(rate), schedule=schedule)
     if compiled is not None and name == type(compiled).__name__:
-        return excluding_alike(type(compiled).from_config(config), compiled), recipe
+        return copy_decay_exclusions(type(compiled).from_config(config), compiled), recipe
     with explaining(
         f"optimizer {name!r} with {config} cannot be created", "fix recipe.optimizer in job.yaml"
     ):

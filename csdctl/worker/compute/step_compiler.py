@@ -206,7 +206,7 @@ class Compiler(ABC):
         averages: list[tuple[int, int]] = []
         for optimizer in (getattr(optimizer, "inner_optimizer", optimizer) for optimizer in self.optimizers):
             if getattr(optimizer, "use_ema", False):
-                columns = optimizer._trainable_variables, optimizer._model_variables_moving_average
+                columns = internals.trained_variables(optimizer), internals.averages_of_variables(optimizer)
                 averages += zip(
                     *([places[id(variable)] for variable in column] for column in columns), strict=True
                 )

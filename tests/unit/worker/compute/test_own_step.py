@@ -13,6 +13,7 @@ from csdctl.worker.compute.compile import make_compiler
 from csdctl.worker.compute.keras_internals import find_optimizers
 from csdctl.worker.compute.model import build as build_model
 from csdctl.worker.compute.model import load, save_model
+from csdctl.worker.compute.own_step import repeatable_draws
 from csdctl.worker.compute.user_code import import_file
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.model_info import BuildRequest, BuildSpec
@@ -74,7 +75,8 @@ class Pair(keras.Model):
             made = self.first(data, training=True)
             first_loss = tf.reduce_mean(tf.square(made - data)) + tf.reduce_mean(tf.abs(self.second(made)))
         variables = self.first.trainable_variables
-        self.first_optimizer.apply(tape.gradient(first_loss, variables), variables)
+        gradients = tape.gradient(first_loss, variables)
+        self.first_optimizer.apply(grads=gradients, trainable_variables=variables)
         for weight, average in zip(self.first.weights, self.average.weights, strict=True):
             average.assign(0.9 * average + 0.1 * weight)
         self.norm(2 * data, training=True)
@@ -248,6 +250,27 @@ def test_random_numbers_follow_seed_rank_and_step() -> None:
     assert np.array_equal(first, parts(same))
     assert not np.array_equal(first, parts(step, 1))
     assert not np.array_equal(first, parts(of_rank_1))
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda *seed: tf.random.normal([9], 0.0, 1.0, tf.float32, *seed),
+        lambda *seed: tf.random.uniform([9], 0, 99, tf.int32, *seed),
+        lambda *seed: tf.random.categorical([[0.0, 0.0, 0.0]], 9, tf.int32, *seed),
+        lambda *seed: tf.random.shuffle(tf.range(9), *seed),
+    ],
+    ids=["normal", "uniform", "categorical", "shuffle"],
+)
+def test_seed_of_a_draw_is_ignored_when_given_by_position(draw: Callable[..., Any]) -> None:
+    def drawn(*seed: int) -> Any:
+        def code() -> Any:
+            with repeatable_draws(tf.constant([1, 2])):
+                return draw(*seed)
+
+        return np.asarray(tf.function(code)())
+
+    assert np.array_equal(drawn(), drawn(42))
 
 
 def _with(step: Callable[[Any, Any], Any], seed: int = 0) -> Any:

@@ -8,6 +8,7 @@ import pytest
 
 from csdctl.worker.compute.backend import tf
 from csdctl.worker.compute.compile import make_compiler, trace
+from csdctl.worker.compute.keras_internals import noting_divisors
 from csdctl.worker.compute.recipe import compile_model
 from csdctl.worker.engine.layout import GradientNoise
 from csdctl.worker.protocol.recipe import LossTerm, Recipe
@@ -110,6 +111,14 @@ def test_samples_read_twice_at_half_weight_count_once() -> None:
     twice = own_step(weight=0.5).local(np.tile(SAMPLES, (2, 1)), np.tile(CLASSES, 2))
     np.testing.assert_allclose(twice, once, rtol=1e-5, atol=1e-6)
     assert twice[-1] == len(SAMPLES)
+
+
+def test_weights_that_are_freed_have_divisors_of_their_own() -> None:
+    loss, divisors = keras().losses.MeanSquaredError(reduction="mean_with_sample_weight"), dict[Any, Any]()
+    with noting_divisors(divisors):
+        for weight in (1.0, 2.0, 3.0):
+            loss(np.zeros((4, 1)), np.ones((4, 1)), sample_weight=np.full(4, weight))
+    assert [float(divisor) for divisor, *_ in divisors.values()] == [4.0, 8.0, 12.0]
 
 
 class Own(keras().Model):  # type: ignore[misc]
