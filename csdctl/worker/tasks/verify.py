@@ -346,7 +346,7 @@ class Verify(ModelTask):
             yield np.frombuffer(received, self._vector.dtype)
 
     def _as_model(self, vector: Array) -> Array:
-        """Return the whole-model vector equivalent to `vector`; uses the latest step's head."""
+        """Return the whole-model vector equivalent to `vector`. It uses the latest step's head."""
         return vector
 
     def _sum(self, communicator: Communicator, vector: Array) -> Array:
@@ -387,7 +387,7 @@ class VerifySplit(SplitParts, Verify):
             yield self._vector_of(communicator, rank)
 
     def _vector_of(self, communicator: Communicator, rank: RankSpec) -> Array:
-        sizes = [other.batch_size if other is rank else 0 for other in self._ranks]
+        sizes = [counted.batch_size if counted is rank else 0 for counted in self._ranks]
         return self._sum_of(communicator, sizes)
 
     def _as_model(self, vector: Array) -> Array:
