@@ -175,7 +175,7 @@ def load_fleet(
 
 @dataclass(frozen=True)
 class Job:
-    """What to train: the job of a job.yaml, `Job("job.yaml")`. Raises InputError when it cannot be used."""
+    """A training job, read from a job.yaml: `Job("job.yaml")`. Raises InputError when it cannot be used."""
 
     path: Path
 

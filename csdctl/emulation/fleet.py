@@ -323,7 +323,9 @@ def _start(paths: FleetPaths, state: FleetState) -> Path:
     _create_nodes(paths, state)
     save_state(paths, state)
     nodes = _launch(paths, timeout_s=30 + 2 * len(state.spec.cpu))
-    for name in {*state.spec.node_names} - {node.name for node in nodes}:
+    started = {node.name for node in nodes}
+    if missing := [name for name in state.spec.node_names if name not in started]:
+        name = missing[0]
         log = paths.node(name) / "server.log"
         lines = log.read_text(errors="replace").splitlines() if log.exists() else []
         raise CsdctlError(f"its server did not start: {lines[-1] if lines else 'no message'}", node=name)

@@ -1,6 +1,6 @@
-"""What csdctl's Python needs for training, and the command that installs or repairs it.
+"""Packages that training needs, and the command that installs or repairs them.
 
-A host without some of it can still look after a fleet. Commands that need a missing package print the
+A host without some of them can still look after a fleet. Commands that need a missing package print the
 install command.
 """
 

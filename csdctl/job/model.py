@@ -135,7 +135,7 @@ class Data:
 @with_config(STRICT | ConfigDict(alias_generator=lambda name: KEYS.get(name, name)))
 @dataclass(frozen=True)
 class Job:
-    """What to train: model, data, recipe. `load_job` makes host paths absolute."""
+    """A training job: model, data, recipe. `load_job` makes host paths absolute."""
 
     model: Annotated[str, Field(min_length=1)]
     data: Data

@@ -230,7 +230,7 @@ class Mpirun:
     """The newest session of each machine, over which mpirun and its daemons are started."""
     worker_path: str
     sandboxes: Mapping[str, sandbox.SandboxCheck]
-    """What each machine can do for a sandbox, and its interfaces, once its rank is ready."""
+    """The abilities of each machine for a sandbox, and its interfaces, once its rank is ready."""
     link_key: str = ""
     """The secret in the socket addresses of ranks on nodes."""
     hub_key: str = ""

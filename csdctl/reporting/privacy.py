@@ -1,4 +1,4 @@
-"""What left each machine and may be learnt from it, and what noise on private samples guarantees.
+"""Data that left each machine, what it may reveal, and the guarantee of noise on private samples.
 
 The guarantee is ε at δ, for the worst sample of each node. A sample enters one noisy sum of its node each
 time it is read. Every sum is a Gaussian mechanism. K of them on one sample equal one with 1/√k of the noise
@@ -59,7 +59,7 @@ REMARKS: dict[str, str] = {
     TrafficClass.FILES: "trees that you deployed, your private files among them; software of `provision`",
     TrafficClass.TEST_SUMS: "constants that `doctor` and `tune` sum to check and measure the network",
 }
-"""What may be learnt from the bytes of each traffic class."""
+"""Content of the bytes of each traffic class."""
 NOISY_REMARKS: dict[str, str] = REMARKS | {
     TrafficClass.GRADIENT: "in this run, private samples contribute one sum of clipped gradients with noise "
     "per node and step; loss and metric sums cover only public samples. Runs without noise reveal as much as "

@@ -105,7 +105,7 @@ class RunSummary:
     privacy: Privacy | None = None
     """The guarantee for private samples. None without noise."""
     strategy: str = DATA_PARALLEL
-    """What was computed where. `cut`: the last layer of the nodes, if the model was split."""
+    """How machines shared the computation. `cut`: the last layer of the nodes, if the model was split."""
     cut: str = ""
     predicted_range: Range | None = None
     """9 of 10 runs are expected between these samples/s."""
@@ -288,7 +288,7 @@ class RunResults:
 
     @property
     def measured(self) -> str:
-        """What a measurement of this run is called."""
+        """The name of a measurement of this run."""
         return f"{MEASURED}, emulated fleet" if self.summary.emulated else MEASURED
 
 

@@ -1,4 +1,4 @@
-"""What changes during a run, from its events, one by one: time of each rank, epochs, faults.
+"""A run over time, from its events, one by one: time of each rank, epochs, faults.
 
 Times are in a fixed number of intervals (`timeline`), however many events there are, and a series has at most
 MAX_POINTS of everything else.
@@ -25,7 +25,7 @@ MAX_FAULTS = 200
 """Faults that a series keeps, the first ones."""
 COMPUTE, INPUT, WAIT, COMMUNICATION, OTHER = "compute", "input", "wait", "communication", "other"
 KINDS = (COMPUTE, INPUT, WAIT, COMMUNICATION, OTHER)
-"""What a rank spends its time on. `wait`: for slower ranks. `communication`: the remaining time of a sum.
+"""Kinds of a rank's time. `wait`: for slower ranks. `communication`: the remaining time of a sum.
 `other`: evaluation, checkpoints, comparing weights."""
 BY_COMPUTE, BY_INPUT, BY_LINK = "compute", "input", "link"
 """Causes of a bottleneck."""
@@ -265,7 +265,7 @@ def epoch_results(event: EpochEnd) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Bottleneck:
-    """What held the ranks back."""
+    """The rank or link that held the others back."""
 
     rank: int | None
     """None where the ranks' own times cannot tell whose link it is."""
@@ -275,7 +275,7 @@ class Bottleneck:
     lost_s: float
     """Time that each other rank lost, in the median."""
     why: str
-    """What shows the cause."""
+    """The evidence for the cause."""
 
 
 def find_bottleneck(series: RunSeries, *, is_now: bool = False) -> Bottleneck | None:

@@ -35,7 +35,7 @@ ADVICE = {
     series.BY_INPUT: "Store the prepared data of {node} on a faster drive.",
     BY_LINK: "Use larger batches, which communicate less often, or a faster link.",
 }
-"""What to do about a bottleneck, by its cause."""
+"""Remedies for a bottleneck, by its cause."""
 MAX_EFFICIENCY = 1.02
 """A larger efficiency is impossible: the standalone throughput was measured too low."""
 UNDER_LOAD = "standalone throughput was measured under load: tune again"
@@ -43,7 +43,7 @@ REACHABLE = {
     DATA_PARALLEL: "the sum of the ranks' standalone throughput",
     SPLIT: "the throughput if the busiest rank never waited",
 }
-"""What efficiency is relative to, by strategy."""
+"""The reference of efficiency, by strategy."""
 WEAK, STRONG = "weak", "strong"
 KINDS = {
     WEAK: "weak scaling: the global batch grows with the ranks",

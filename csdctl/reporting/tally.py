@@ -1,4 +1,4 @@
-"""What the ranks of a run have done, added up from their events. No other code adds up reports.
+"""Totals of the ranks of a run, added up from their events. No other code adds up reports.
 
 A rank reports each of its steps once: in a `Progress`, or in an `EpochEnd`. An `EpochEnd` has all steps since
 the rank joined the others, so what was reported before is subtracted. Steps and samples are counted for the

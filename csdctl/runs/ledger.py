@@ -1,4 +1,4 @@
-"""What commands have used, as JSON lines: bytes in ledger.jsonl, energy in power.jsonl of each run.
+"""Resources that commands have used, as JSON lines: bytes in ledger.jsonl, energy in power.jsonl of each run.
 
 Bytes are the TCP payload of csdctl and MPI, including encryption, without TCP and IP headers. Energy is that
 of each machine in short intervals.

@@ -270,7 +270,7 @@ class RankProcesses:
         self._restart_interval_s = restart_interval_s
         self._on_arrival = on_arrival
         self._messages: queue.Queue[tuple[RankProcess, RankMessage | None]] = queue.Queue()
-        """What arrives, as often as `EventValidator` allows; None: the process itself, after a restart."""
+        """Messages, as often as `EventValidator` allows; None: the process itself, after a restart."""
         self._running: dict[int, RankProcess] = {}
         self._unhandled: RankMessage | None = None
         self._again: RankMessage | None = None

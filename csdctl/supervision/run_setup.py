@@ -112,7 +112,7 @@ class Conditions:
     should_stop: Callable[[], bool] = lambda: False
     """Whether to end the run in order, as the first Ctrl-C does."""
     next_order: Callable[[], Order | None] = lambda: None
-    """What rank 0 is to do next; None: nothing new. May raise KeyboardInterrupt, as Ctrl-C does."""
+    """The next order for rank 0; None: nothing new. May raise KeyboardInterrupt, as Ctrl-C does."""
     model_bytes: int = 0
     prepare_late_node: PrepareNode | None = None
     """Called once for a machine that could not be reached when the run began. Its rank joins once it can."""
@@ -134,7 +134,7 @@ class RankStarter:
     spec_paths: dict[str, str] = field(default_factory=dict)
     """The spec on those machines."""
     opened: dict[str, ExitStack] = field(default_factory=dict)
-    """What is open to nodes whose connection was lost; closed when that is lost, too."""
+    """Resources of nodes that were reconnected; closed when that connection is lost, too."""
     paths: dict[int, int] = field(default_factory=dict)
     """By rank, which of the paths of its link has connected."""
     over: threading.Event = field(default_factory=threading.Event)

@@ -49,7 +49,7 @@ def as_run_error(error: CsdctlError) -> CsdctlError:
 
 @dataclass
 class RankState:
-    """What is known of one rank."""
+    """The known state of one rank."""
 
     is_ready: bool = False
     """Whether its process has loaded what it needs."""

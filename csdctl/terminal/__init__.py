@@ -1,1 +1,1 @@
-"""What a person sees: the console and streams, tables, live views, and JSON. The only package with rich."""
+"""Output for people: the console and streams, tables, live views, and JSON. The only package with rich."""

@@ -34,7 +34,7 @@ MEANING = (
     "covered: the number of samples, in total and of each class, the fingerprint that `prepare` reports, and "
     "computing times. Further runs on the same samples add to the privacy loss."
 )
-"""What ε and δ of a run promise."""
+"""The promise of ε and δ of a run."""
 
 
 def show_runs(streams: Streams, runs: Sequence[RunStatus]) -> None:

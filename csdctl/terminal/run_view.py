@@ -56,7 +56,7 @@ STATES: dict[type[Event], str] = {
 
 @dataclass
 class RankRow:
-    """What one rank does."""
+    """The progress of one rank."""
 
     node: str
     batch_size: int = 0

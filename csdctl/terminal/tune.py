@@ -25,7 +25,7 @@ LEAVES = {
     FEATURES: "sums of gradients of the head",
     SPLIT: "activations and labels of its samples, and sums of gradients",
 }
-"""What leaves a node, by strategy."""
+"""Data that leaves a node, by strategy."""
 FEATURES_LEAVE = "features of its public samples, once; the host trains alone"
 
 

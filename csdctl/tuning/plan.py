@@ -22,8 +22,8 @@ DATA_PARALLEL: Final = "data-parallel"
 FEATURES: Final = "features"
 SPLIT: Final = "split"
 STRATEGIES = (DATA_PARALLEL, FEATURES, SPLIT)
-"""What ranks compute: the whole model in each step, its frozen part once for each sample, or, on nodes, the
-part of the model before a cut."""
+"""Computation of the ranks: the whole model in each step, its frozen part once for each sample, or, on nodes,
+the part of the model before a cut."""
 HEADER = """\
 # Written by `csdctl tune`; `csdctl train` follows it. Batch sizes and threads may be edited:
 # the shards are computed from them (equation 1) when training starts.

@@ -1,4 +1,4 @@
-"""What machines get for a job: worker, model and public shards, and trees of the user.
+"""Files that machines get for a job: worker, model and public shards, and trees of the user.
 
 The model is built by a worker process and cached by content. Private data is never read here.
 """

@@ -151,7 +151,7 @@ def _check_augment(
 
 @dataclass(frozen=True)
 class Recorded:
-    """What is known of the private data of a node that cannot be reached."""
+    """The recorded private data of a node that cannot be reached."""
 
     num_samples: int
     fingerprint: str

@@ -62,7 +62,7 @@ class ForecastRequest:
 
 @dataclass(frozen=True)
 class ForecastBasis:
-    """What a forecast is computed from."""
+    """The input of a forecast."""
 
     title: str
     source: Literal["measured", "emulated"]

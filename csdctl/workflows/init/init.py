@@ -78,7 +78,7 @@ class Sources:
 
 @dataclass(frozen=True)
 class Looks:
-    """What was seen of a model, its data, and a script."""
+    """Properties of a model, its data, and a script."""
 
     model: ModelInfo
     public: DataLook

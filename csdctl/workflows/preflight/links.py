@@ -28,7 +28,7 @@ SUMS_DEADLINE_S = 120.0
 
 @dataclass
 class LinkCheck:
-    """What the links of a fleet have shown."""
+    """The result of checking the links of a fleet."""
 
     joined: set[str] = field(default_factory=set)
     lost: dict[str, NodeLost] = field(default_factory=dict)
@@ -138,6 +138,7 @@ def judge_links(machines: Iterable[str], links: LinkCheck) -> Iterator[Check]:
 def measure_sums(space: Workspace, sum_bytes: Sequence[int], sum_ranks: Sequence[int]) -> list[SumTimed]:
     """Time sums of each size, over each number of ranks and all. Raises RunError when a machine fails."""
     links = run_link_check(space, sum_bytes, sum_ranks, SUMS_DEADLINE_S)
-    for loss in links.lost.values():
+    if links.lost:
+        loss = next(iter(links.lost.values()))
         raise RunError(f"sums could not be timed: {loss.message}", node=loss.node, remedy=loss.remedy)
     return links.sums

@@ -43,7 +43,7 @@ class TrafficCount:
 
     @property
     def total(self) -> Traffic:
-        """What all ranks have sent so far."""
+        """Bytes that all ranks have sent so far."""
         counts = self._earlier + Counter(self._latest)
         return Traffic(0, HOST_NAME, tuple(SentBytes(*row, count) for row, count in counts.items()))
 

@@ -1,4 +1,4 @@
-"""What a bare node answers before anything is installed there: one `sh` program, and its judgement. Pure.
+"""Facts of a bare node, before anything is installed there: one `sh` program, and its judgement. Pure.
 
 The node needs no Python for this.
 """

@@ -61,12 +61,12 @@ def write_files(
 
 @dataclass(frozen=True)
 class PrivacyReport:
-    """What left the machines, and what the noise guarantees."""
+    """Data that left the machines, and the guarantee of the noise."""
 
     run_id: str
     of_run: list[Flow]
     of_all: list[Flow]
-    """What all commands so far have sent."""
+    """Data that all commands so far have sent."""
     privacy: Privacy | None
     readable: dict[str, str]
     """Where prepared private data can be read by others than its node's user, by node."""

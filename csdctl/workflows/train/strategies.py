@@ -1,4 +1,4 @@
-"""What a strategy decides about a run: data-parallel, the default, split and features.
+"""The decisions of a strategy about a run: data-parallel, the default, split and features.
 
 With `features`, machines compute the frozen part of the model once, and the ranks train its head, with the
 same step on fewer numbers. Features stay on the machine that made them, in a cache by content. Where all

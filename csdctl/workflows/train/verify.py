@@ -98,7 +98,7 @@ class Verification:
 
     @property
     def verdict(self) -> Judgement:
-        """What the comparison shows."""
+        """The judgement of the comparison."""
         return judge(self.result, self.nodes)
 
     def check(self) -> None:

@@ -42,7 +42,7 @@ class StrategyChooser:
     """Compares the strategies for one job with the data-parallel plan `plan`."""
 
     strategy: str
-    """What to compare: 'auto' for all strategies. `check_possible` has accepted it, and `cut`."""
+    """The strategy to compare: 'auto' for all of them. `check_possible` has accepted it, and `cut`."""
     cut: str
     context: RunContext
     plan: Plan

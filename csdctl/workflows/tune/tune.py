@@ -58,7 +58,7 @@ class TuneOptions:
     strategy: str = AUTO
     """The strategy: 'data-parallel', 'features' or 'split'. 'auto' compares all."""
     goal: Literal["throughput", "time-to-accuracy"] = "throughput"
-    """What the plan has the most of: 'throughput', or with 'time-to-accuracy' progress per second."""
+    """The quantity that the plan maximizes: 'throughput', or with 'time-to-accuracy' progress per second."""
     cut: str = ""
     """With the strategy `split`: the only cut."""
 

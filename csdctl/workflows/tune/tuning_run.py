@@ -64,7 +64,7 @@ class TuningRun:
         self._orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
         self._events: queue.SimpleQueue[Event | BaseException] = queue.SimpleQueue()
         self.probed: list[Probed] = []
-        """What the ranks have measured since the latest order."""
+        """Measurements of the ranks since the latest order."""
         self._is_aborted = threading.Event()
         self._thread = threading.Thread(target=self._supervise, daemon=True)
         began = time.monotonic()

@@ -1,4 +1,4 @@
-"""What a workflow reports while it runs. Screens, the recorder of a run and callbacks consume it.
+"""Reports of a workflow while it runs. Screens, the recorder of a run and callbacks consume them.
 
 Besides the classes below, a stream has the events of ranks and of the supervisor (`worker.protocol.events`)
 and the `Examination` of the machines before a training.

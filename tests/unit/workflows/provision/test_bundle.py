@@ -111,6 +111,15 @@ def test_all_packages_that_collecting_python_lacks_are_named_at_once(
     assert "`apt-get install patchelf debian-archive-keyring`" in raised.value.remedy
 
 
+def test_recipe_changes_with_the_debian_packages_and_their_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    request = ProvisionRequest(Path("bundles"))
+    recipes = {bundles.hash_recipe(request, KIND, ())}
+    for name, value in (("DEBIAN_PACKAGES", ("libc6",)), ("MIRRORS", {"trixie": "http://mirror"})):
+        monkeypatch.setattr(bundles, name, value)
+        recipes.add(bundles.hash_recipe(request, KIND, ()))
+    assert len(recipes) == 3
+
+
 def test_other_file_in_place_of_a_bundle_is_an_error(tmp_path: Path) -> None:
     save_json(tmp_path / "bundle.json", {"schema": "another"})
     with pytest.raises(InputError, match=r"bundle\.json is not as it was collected"):
