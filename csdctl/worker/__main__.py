@@ -174,7 +174,7 @@ def _as_frame(error: WorkerError | ProtocolError) -> tuple[str, int]:
 
 def run() -> None:
     """Run the command of sys.argv and exit with its code."""
-    os.umask(0o077)  # whatever a worker writes may hold data: for this user alone
+    os.umask(0o077)  # whatever a worker writes may hold data: for only this user
     command = "".join(sys.argv[1:2])
     if command not in MPI_COMMANDS:
         end_without_reader()

@@ -90,9 +90,9 @@ def write_graph(builder: GraphBuilder, info: GraphInfo, values: Iterable[Any], o
 def trace_all(
     model: Any, recipe: Recipe, example: tuple[Array, Array], *, cut: str, is_wide: bool, **options: bool
 ) -> list[tuple[Compiler, StepInfo, GraphBuilder]]:
-    """Trace the step of a model and, if it is cut behind the layer `cut`, the step of its prefix.
+    """Trace the step of a model and, if it is cut after the layer `cut`, the step of its prefix.
 
-    `is_wide` as of CompileRequest. `options` as of `make_compiler`.
+    `is_wide`: see CompileRequest. `options`: see `make_compiler`.
     """
     model_type = compute_type(model)
     if is_wide:
@@ -161,7 +161,7 @@ def make_engine(
 
 
 def build_engine(spec: RunSpec, me: RankSpec, recipe: Recipe, example: tuple[Array, Array]) -> StepEngine:
-    """Return the step of a rank whose model is traced here. `example` as of `make_compiler`."""
+    """Return the step of a rank whose model is traced here. `example`: see `make_compiler`."""
     model = load(Path(spec.architecture), Path(spec.weights), spec.code)
     steps = trace_all(
         model,

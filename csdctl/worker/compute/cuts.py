@@ -105,7 +105,7 @@ def find_cuts(model: Any) -> list[Cut]:
         is_inner = bool(node.input_tensors) and last_use.get(id(tensor)) != len(nodes)
         is_single = len(node.output_tensors) == 1 and alive == {id(tensor)}
         is_shared = any(last_layer[variable] > number for variable in trainable)
-        # A mask does not pass a cut: what is behind it would count what it leaves out.
+        # A mask does not pass a cut: the layers after it would count what it leaves out.
         if is_inner and is_single and not is_shared and internals.keras_mask(tensor) is None:
             sums = sum(parameters.values()), sum(trainable.values()), 0 if math.isnan(flops) else int(flops)
             cuts.append(Cut(names.get(id(tensor), operation.name), tensor, *sums, model))
@@ -182,7 +182,7 @@ def frozen_cut(model: Any) -> Cut:
 
     if _is_constant(split_at(frozen[-1])[0]):
         return frozen[-1]
-    # Whatever is not constant stays so behind it.
+    # Once an output is not constant, neither are those after it.
     number = bisect.bisect_left(frozen, True, key=lambda cut: not _is_constant(split_at(cut)[0]))
     if not number:
         raise NoCutError("draws random numbers, or changes its state, before its first trainable layer")

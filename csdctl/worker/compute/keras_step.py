@@ -176,7 +176,7 @@ def _to_flat(gradient: Any) -> Array:
 def load_keras_step(
     spec: RunSpec, me: RankSpec, engine: StepEngine, example: tuple[Array, Array]
 ) -> KerasStep:
-    """Return Keras' step of a run's model. `engine`: of the same model. Raises WorkerError without Keras."""
+    """Return Keras' step of the model of `spec` and `engine`. Raises WorkerError if Keras is missing."""
     load_backend(me.runtime)
     model = load(Path(spec.architecture), Path(spec.weights), spec.code)
     if not spec.split:

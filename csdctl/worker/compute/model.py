@@ -1,9 +1,9 @@
 """Models: built and compiled on the host, transferred as JSON and weights, loaded on every rank.
 
 A user's file is opened on the host (`build`). Nodes receive the architecture as JSON, with loss, optimizer
-and metrics, and the weights as .npz, read with `allow_pickle=False`. What Keras does not provide itself is
-found in the job's code, which is sent only when the model needs it. A model that Keras cannot rebuild from
-its configuration is built on every rank as on the host, by the user's function.
+and metrics, and the weights as .npz, read with `allow_pickle=False`. Classes and functions that Keras lacks
+are in the job's code, which is sent only when the model needs it. A model that Keras cannot rebuild from its
+configuration is built on every rank as on the host, by the user's function.
 """
 
 import inspect
@@ -237,7 +237,7 @@ def load(architecture: Path, weights: Path, code: UserCode | None = None) -> Any
 
 
 def _from_json(text: str, *, is_trusted: bool) -> Any:
-    """Return the compiled model. `is_trusted`: its lambdas may run, as the user's own code does."""
+    """Return the compiled model. `is_trusted`: its lambdas may run, like the user's code."""
     content = json.loads(text)
     with _reviving():
         model = keras.saving.deserialize_keras_object(content, safe_mode=not is_trusted)
@@ -265,7 +265,7 @@ def _reviving() -> Iterator[None]:
 def _revive(model: Any, content: dict[str, Any], *, is_trusted: bool) -> None:
     """Call a compile() of the model's own class with the saved arguments that it takes: Keras does not.
 
-    The model's constructor may have called it. What `content` has is saved with the model again.
+    The model's constructor may have called it. The arguments in `content` are saved with the model again.
     """
     kind, base, compiled = type(model), keras.Model, content.get("compile_config")
     if kind.get_config is base.get_config:  # by default, with arguments that its constructor may not take

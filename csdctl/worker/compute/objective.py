@@ -95,7 +95,7 @@ class Objective:
     def __init__(
         self, model: Any, recipe: Recipe, example: tuple[Array, Array], *, is_per_sample: bool = False
     ) -> None:
-        """`example` as of `make_compiler`. With `is_per_sample`, a mask does not change the loss' divisor."""
+        """`example`: see `make_compiler`. With `is_per_sample`, a mask does not change the loss' divisor."""
         self._model, self._input_range, self._is_per_sample = model, recipe.input_range, is_per_sample
         self._class_weights = recipe.class_weight
         self.signature = specs_of(example)

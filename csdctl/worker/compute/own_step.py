@@ -75,7 +75,7 @@ class OwnStepCompiler(Compiler):
         self.variables = [variable for variable in state if id(variable) not in left_out]
 
     def trace(self, builder: GraphBuilder) -> StepInfo:
-        """As of Compiler."""
+        """See Compiler."""
         self._builder, draw = builder, tf.TensorSpec((2,), tf.int32)
         with self._explaining():
             self._add(builder, (OWN,), self._step, "seeds draw rate weight count samples labels", draw=draw)
@@ -312,7 +312,7 @@ class Interception:
         self.sums.append(SumInfo(layout))
         # All parts may be empty, but concat needs a tensor.
         vector = tf.concat([*flat[0], *flat[1], *flat[2], tf.zeros([0])], axis=0)
-        # A rank without samples takes the step with zeros: what is not finite there, times 0, would be NaN.
+        # A rank without samples takes the step with zeros: an infinite gradient, times 0, would be NaN.
         vector = tf.where(weight > 0, vector, tf.zeros_like(vector))
         vector = tf.concat([vector, tf.reshape(weight, [1])], axis=0)
         (total,) = self._builder.cut([vector], [(tf.float32, vector.shape)])

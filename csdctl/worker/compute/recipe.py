@@ -50,7 +50,7 @@ def compile_model(model: Any, recipe: Recipe) -> Recipe:
         compile_method = type(model).compile
         try:
             inspect.signature(compile_method).bind(model, **arguments)
-        except TypeError:  # the user's own takes other arguments
+        except TypeError:  # the user's compile() takes other arguments
             compile_method = keras.Model.compile
         compile_method(model, **arguments)
     return recipe
@@ -96,7 +96,7 @@ def _choose_optimizer(recipe: Recipe, compiled: Any) -> tuple[Any, Recipe]:
 
 
 def _serialize_schedule(config: dict[str, Any]) -> str:
-    """Return a schedule's configuration as JSON. Raises WorkerError if Keras alone cannot create it."""
+    """Return a schedule's configuration as JSON. Raises WorkerError if it needs the user's code."""
     if not str(config.get("module")).startswith("keras"):
         raise JobError(
             f"the model's learning-rate schedule, {config.get('class_name')}, is not a Keras schedule",
@@ -178,7 +178,7 @@ def name_of(loss: Any) -> str:
 
 
 def is_own(name: str) -> bool:
-    """Return whether a loss or metric of the recipe is the user's own, `FILE.py:NAME`."""
+    """Return whether a loss or metric of the recipe is the user's code, `FILE.py:NAME`."""
     return name.rpartition(":")[0].endswith(".py")
 
 

@@ -190,7 +190,7 @@ def describe_fit(call: FitCall) -> tuple[dict[str, Any], list[tuple[int, str]]]:
 
 def _batch_size_of(data: Any) -> int | None:
     """Return the size of the first batch of data sets that make batches, None for arrays and generators."""
-    with suppress(Exception):  # of the user's own classes
+    with suppress(Exception):  # of the user's classes
         if hasattr(data, "element_spec"):
             return len(keras.tree.flatten(next(iter(data)))[0])
         if isinstance(data, keras.utils.PyDataset):

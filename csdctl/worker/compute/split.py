@@ -19,7 +19,7 @@ LOSS_OF_SAMPLES = "layers add a loss for each sample"
 
 
 def find_cut(model: Any, layer: str) -> Cut:
-    """Return the cut behind `layer`. Raises WorkerError, exit code 2, naming those that there are."""
+    """Return the cut after `layer`. Raises WorkerError, exit code 2, naming the model's cuts."""
     cuts = {cut.layer: cut for cut in reversed(find_cuts(model))}
     if layer in cuts:
         return cuts[layer]
@@ -41,7 +41,7 @@ class PrefixCompiler(StepCompiler):
 
     def __init__(self, whole_model: StepCompiler, prefix: Any, optimizer: Any) -> None:
         """`whole_model`: of which the functions were traced. `prefix`: its first layers."""
-        # What both need is found out in tracing the whole model.
+        # Tracing the whole model finds out what both need.
         vars(self).update(vars(whole_model))
         self.model, self.optimizer, self.optimizers = prefix, optimizer, [optimizer]
         self._rates = [(optimizer.learning_rate, 1.0)]
@@ -49,7 +49,7 @@ class PrefixCompiler(StepCompiler):
         self.variables = find_variables(prefix, optimizer)
 
     def trace(self, builder: GraphBuilder) -> StepInfo:
-        """As of Compiler."""
+        """See Compiler."""
         self.add_prefix(builder)
         total = tf.TensorSpec((self.layout.step_size,), tf.float32)
         self._add(builder, (APPLY,), self._apply, "rate total", total=total)
@@ -88,7 +88,7 @@ class SplitCompiler:
     """The functions of rank 0, which has the whole model, and of the other ranks."""
 
     def __init__(self, whole_model: Any, layer: str, example: tuple[Array, Array]) -> None:
-        """`whole_model`: a StepCompiler that was traced. Its model is cut behind `layer`.
+        """`whole_model`: a StepCompiler that was traced. Its model is cut after `layer`.
 
         Raises WorkerError, exit code 2, for a model that cannot be cut.
         """

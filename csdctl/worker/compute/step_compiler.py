@@ -301,7 +301,7 @@ class StepCompiler(Compiler):
         """Ids of the variables that the loss does not depend on: as in fit, no weight decay changes them."""
 
     def trace(self, builder: GraphBuilder) -> StepInfo:
-        """As of Compiler."""
+        """See Compiler."""
         (vector,) = self._add(builder, (LOCAL,), self._local, "seeds weight samples labels")
         self._check_writes()
         total = tf.TensorSpec(vector.shape, tf.float32)
@@ -313,7 +313,7 @@ class StepCompiler(Compiler):
         return self._describe(builder, self.layout)
 
     def add_state(self, variables: Sequence[Any]) -> list[Any]:
-        """As of Compiler. What a forward pass writes is a mean over all ranks' samples, as of layers."""
+        """See Compiler. Variables that a forward pass writes are averaged like layers' state."""
         added = super().add_state(variables)
         self.statistics.add(added)
         return added

@@ -266,7 +266,7 @@ class GraphBuilder:
     def cut(self, gives: Sequence[Any], receives: Sequence[tuple[Any, Any]]) -> list[Any]:
         """Cut the function that is traced. Return what it receives there, tensors of these (dtype, shape).
 
-        What comes behind the cut and needs them belongs to the next stage.
+        Operations after the cut that need them belong to the next stage.
         """
         received = [tf.compat.v1.placeholder(dtype, shape) for dtype, shape in receives]
         self._cuts.append(([*map(tf.identity, gives)], received))
@@ -312,7 +312,7 @@ class GraphBuilder:
     def _add_stages(
         self, names: Sequence[str], traced: Any, mapped: dict[str, Any], feeds: list[str]
     ) -> None:
-        """Add the stages of a traced function to the graph, each with what it needs alone."""
+        """Add the stages of a traced function to the graph, each with only what it needs."""
         definition = traced.as_graph_def()
         for node in definition.node:  # of a function without state, the order has no effect
             node.input[:] = [name for name in node.input if not name.startswith("^")]

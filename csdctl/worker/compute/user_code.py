@@ -35,7 +35,7 @@ _PACKED: dict[str, ModuleType] = {}
 
 
 def load_function(reference: str) -> Any:
-    """Return the function or class that `reference` names. Raises WorkerError, exit code 2, without one."""
+    """Return the function or class that `reference` names. Raises WorkerError, exit code 2."""
     path, _, name = reference.rpartition(":")
     packed = _PACKED.get(Path(path).stem)
     function = getattr(packed or import_file(Path(path)), name, None)
@@ -128,7 +128,7 @@ def imported_beside(directory: Path) -> list[Path]:
 
 
 def load_augmentation(reference: str, seed: int, code: UserCode | None) -> "Augmentation | None":
-    """Return the function `FILE.py:NAME` of the job's code, None for ''. Raises WorkerError without it."""
+    """Return `FILE.py:NAME` of the job's code, None for ''. Raises WorkerError if it is missing."""
     if not reference:
         return None
     if code:
@@ -244,7 +244,7 @@ def try_augment(spec: AugmentTrial) -> None:
     augmentation = Augmentation(spec.reference, spec.seed, is_public=True)
     samples, labels = PreparedSamples(spec.samples).span(0, 8)
     for size, step in itertools.product(dict.fromkeys((len(samples), 1)), STEPS):
-        # Ranks compute the steps of a run in order, a rank that is restarted one of them alone.
+        # Ranks compute the steps of a run in order, a rank that is restarted only one of them.
         batch = samples[:size], labels[:size]
         first, _, again = (augmentation(*batch, number, 0) for number in (step, step + 1, step))
         parts = zip(first, again, strict=True)

@@ -12,7 +12,7 @@ from csdctl.worker.protocol.features import SIGMOID, SOFTMAX, ResultRule
 FORWARD = "forward"
 """The function of a graph, from the state and the fields of a batch to the outputs, in float32."""
 BATCH_SIZE = 32
-"""Samples of a forward pass. Always as many: a kernel may round differently for another number."""
+"""Samples of a forward pass, always the same number: a kernel may round differently for another number."""
 
 Compute = Callable[[Array], list[Array]]
 """Returns the outputs of a batch, each of shape (BATCH_SIZE, …)."""

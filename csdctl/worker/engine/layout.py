@@ -7,11 +7,11 @@ weight multiplies its vector, including n, by that weight. The layout of the vec
     [ Σ gradient | changes of layers' state · n | Σ loss, metrics' states, (loss count), n |
       stop | seconds | norm ]
 
-Where layers add a loss for each sample, which fit sums over the batch, its gradient and its sum stand behind
+Where layers add a loss for each sample, which fit sums over the batch, its gradient and its sum stand after
 the others, and are not divided.
 
 A loss that is no mean over samples has a count of its own: unmasked elements, a sum of weights, or the public
-samples among private ones with noise. Behind n, the number of samples, the training loop adds whether a stop
+samples among private ones with noise. After n, the number of samples, the training loop adds whether a stop
 was requested, for each rank the seconds that it computed, and the rank's `square_norm`.
 docs/explanation/exact-gradients.md has the mathematics.
 """
@@ -49,7 +49,7 @@ class VectorLayout:
 
     @property
     def step_size(self) -> int:
-        """Elements of the step's part. Behind it is the stop request: above 0 when a stop was requested."""
+        """Elements of the step's part. After it is the stop request: above 0 when a stop was requested."""
         size: int = self.statistics.stop + 2 + self.has_summed + self.num_states + self.has_loss_count
         return size
 

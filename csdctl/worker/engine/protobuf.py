@@ -48,7 +48,7 @@ def parse_fields(content: memoryview) -> Iterator[tuple[int, int, Any]]:
 
 
 def _read_varint(content: memoryview, start: int) -> tuple[int, int]:
-    """Return a varint, unsigned, and the place behind it."""
+    """Return a varint, unsigned, and the place after it."""
     value = 0
     for place in range(start, min(len(content), start + _MAX_VARINT)):
         value |= (content[place] & 0x7F) << 7 * (place - start)

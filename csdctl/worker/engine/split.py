@@ -1,7 +1,7 @@
 """A model cut in two: each rank computes the prefix of its samples, rank 0 the head of all ranks' samples.
 
 Forward and backward pass go through the cut: a rank sends the prefix's output for a micro-batch and gets back
-the gradient of the loss with respect to it (deep partitioned training). Gradients are summed as of whole
+the gradient of the loss with respect to it (deep partitioned training). Gradients are summed as for whole
 models: a rank's vector has the gradient of the prefix, and rank 0 keeps the gradient of the head. Together
 they are the gradient that ranks with whole models would sum, of the same micro-batches.
 """
@@ -17,7 +17,7 @@ from csdctl.worker.engine.step import BACKWARD, HEAD, JOIN, PREFIX, StepEngine
 from csdctl.worker.engine.tensorflow_c import BFLOAT16, Tensors
 
 MIN_MICRO_BATCH = 8
-"""Samples of a micro-batch, if a batch has as many: in fewer, what weights alone cost dominates the head."""
+"""Samples of a micro-batch, if a batch has as many: in fewer, the cost of the weights dominates the head."""
 
 
 def micro_batch_sizes(num_samples: int, num_parts: int, limit: int | None = None) -> list[int]:
@@ -93,7 +93,7 @@ class PrefixStep:
         self._passes = []
 
     def apply(self, total: Array) -> Sums:
-        """As of StepEngine."""
+        """See StepEngine."""
         return self.engine.apply(total)
 
 
@@ -138,5 +138,5 @@ class SplitStep(PrefixStep):
         return self.engine.call(JOIN, total, self._sums).array(0)
 
     def apply(self, total: Array) -> Sums:
-        """As of StepEngine: take the step of the whole model."""
+        """See StepEngine. Take the step of the whole model."""
         return self.engine.apply(self.vector(total))

@@ -1,7 +1,7 @@
 """A rank's step: a compiled graph, the state of the model, and the random states of a step.
 
 State goes into a function of the graph, and a vector or a new state comes out. Nothing is changed that would
-have to be set back. A step can be computed again, and what it returns is used or not.
+have to be set back. A step can be computed again, and its result may be dropped.
 """
 
 import math
@@ -73,7 +73,7 @@ class SplitInfo:
     """The shape of one sample's output of the prefix."""
     dtype: str
     layout: VectorLayout
-    """Of the vector of a rank, which has the prefix alone."""
+    """Of the vector of a rank, which has only the prefix."""
     head_shapes: tuple[Shape, ...]
     """The shapes of the head's trainable variables, then of its statistics and sums as one vector."""
     num_head_statistics: int
@@ -382,7 +382,7 @@ class StepEngine:
         return {name: value for name, value in logs.items() if value or name not in names} | results
 
     def rehearse(self, images: Array, labels: Array, private_copies: Array | None) -> None:
-        """Reach full speed. What is computed is not kept."""
+        """Reach full speed. The results are not kept."""
         before = self._state
         if self.info.sums:
             self.local_sums(images, labels)

@@ -6,8 +6,8 @@ which take part next. A rank whose link is lost is left out of the sum. No other
 
 The hub of a server sends its sum as a vector to the hub of the host, its parent, and passes the answer on.
 
-What links send is not trusted: sizes are limited, the end of every vector is compared with what it must be,
-and a vector that is not finite is left out. A rank that breaks a rule is lost, and no other.
+Messages of links are not trusted: sizes are limited, the end of every vector is compared with what it must
+be, and a vector that is not finite is left out. A rank that breaks a rule is lost, and no other.
 """
 
 import contextlib

@@ -1,7 +1,7 @@
 """Entering MPI, the few of its calls that csdctl uses, and a limit to their memory.
 
 mpi4py's lowercase calls (`allgather`, `bcast`, `recv`, …) unpickle what another rank sends, which runs its
-code. So only this module imports mpi4py, and `World` moves plain memory alone. Ruff and a test hold both.
+code. So only this module imports mpi4py, and `World` moves only plain memory. Ruff and a test hold both.
 
 Blocking calls burn the core that a slow node needs: a waiting process sleeps until one of MPI's sockets is
 ready, then tests the request (docs/decisions/0003).
@@ -17,7 +17,7 @@ from csdctl.worker.process.machine import data_bytes, limit_data
 NUM_LOOKS = 2
 """Number of tests of a request: Open MPI does not poll its sockets in every call."""
 BASE_BYTES, NUM_VECTORS = 1 << 29, 4
-"""Memory of a link, far above its need: MPI's buffers, unexpected messages, and so many vectors."""
+"""Memory of a link, far above its need: MPI's buffers, unexpected messages, and this many vectors."""
 
 
 def _find_epoll() -> list[int]:
@@ -105,5 +105,5 @@ def _refuse_pickle(*_: Any, **__: Any) -> NoReturn:
 
 
 def limit_memory(vector_bytes: int, max_bytes: int) -> None:
-    """Limit memory, for vectors and messages of so many bytes: MPI buffers every unexpected message."""
+    """Limit memory, for vectors and messages of this many bytes: MPI buffers every unexpected message."""
     limit_data(data_bytes() + BASE_BYTES + NUM_VECTORS * (vector_bytes + max_bytes))

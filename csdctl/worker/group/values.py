@@ -1,10 +1,10 @@
 """Values that the ranks of a group exchange, and the checks before any of it is used.
 
-What another rank has sent is read by an annotation that states its types and bounds (protocol/json_codec.py).
+Values of another rank are read by an annotation that states its types and bounds (protocol/json_codec.py).
 
 A vector ends with [n, stop, seconds of each rank of the run, norm] (compute/step.py), which the hub checks
 before any rank has the whole sum. n follows from the schedule, only rank 0 may ask to stop, and a rank knows
-its own seconds alone. Gradient and norm cannot be checked: only the node knows its samples.
+only its own seconds. Gradient and norm cannot be checked: only the node knows its samples.
 """
 
 import json

@@ -1,7 +1,7 @@
 """`extract`: runs a model over prepared samples, on the machine that has them. `gather` and `send`.
 
-What it computes is a prepared data set, stored by what it depends on. `gather` puts features of several
-machines together, as this machine would compute them alone.
+Its result is a prepared data set, stored by what it depends on. `gather` puts features of several
+machines together, as this machine would compute them by itself.
 """
 
 import base64

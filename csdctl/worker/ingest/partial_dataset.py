@@ -313,7 +313,7 @@ def _lock_directory(directory: Path) -> int:
     """Create `directory` and lock it. The kernel releases the lock when this process ends.
 
     Raises WorkerError if another process has the lock until LOCK_DEADLINE_S has passed, or if it belongs to
-    another user. What is in a directory that others could change is removed.
+    another user. The content of a directory that others could change is removed.
     """
     deadline = time.monotonic() + LOCK_DEADLINE_S
     while True:

@@ -154,7 +154,7 @@ def _write(
 ) -> None:
     num_missing = 0 if is_in_place else source.num_samples - partial.info.num_read
     partial_dataset.check_free_space(source.sample_bytes * num_missing, spec.store, "prepared data")
-    # What may never end must not fill the disk.
+    # A function that may never end must not fill the disk.
     reserve = shutil.disk_usage(spec.store).free // 10 if spec.function and not source.num_samples else 0
     on_progress(_progress_of(partial.info, source.num_samples))
     for block in source.blocks(partial.info.num_read):

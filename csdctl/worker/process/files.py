@@ -84,7 +84,7 @@ def open_private(path: Path, *, is_creating: bool = False) -> int:
 
 
 def _check_own(descriptor: int, path: Path, forbidden: int) -> None:
-    """Raise PermissionError unless it is a directory or a file of this user alone, with one name."""
+    """Raise PermissionError unless it is a directory or a file of only this user, with one name."""
     status = os.fstat(descriptor)
     is_one = stat.S_ISDIR(status.st_mode) or (stat.S_ISREG(status.st_mode) and status.st_nlink == 1)
     if not is_one or status.st_uid != os.geteuid() or status.st_mode & forbidden:

@@ -1,6 +1,6 @@
 """Events: what a rank reports while it runs, one line of JSON each, and which of them belong to a run.
 
-What arrives from a rank (supervision, launch) and what was stored (runs) is checked by the same rules. Pure.
+Events from a rank (supervision, launch) and stored ones (runs) are checked by the same rules. Pure.
 """
 
 import dataclasses

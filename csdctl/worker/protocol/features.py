@@ -35,7 +35,7 @@ class ResultRule:
 
 @dataclass(frozen=True)
 class Augmented:
-    """Views of samples: what `data.augment` makes of each, so many times."""
+    """Views of samples: `num_views` of each, which `data.augment` makes."""
 
     augment: str
     seed: int
@@ -100,7 +100,7 @@ class GatherSpec:
     """Features of all samples of `request.source`, to be put together. The first line of standard input."""
 
     request: ExtractSpec
-    """The request that would compute them on the host alone."""
+    """The request that would compute them only on the host."""
     shape: Shape
     parts: tuple[GatheredPart, ...] = ()
     """Together all samples; none: only look whether the features are stored."""

@@ -1,7 +1,7 @@
 """Dataclasses as JSON, with a schema version: the encoding of everything that csdctl and its worker exchange.
 
-What is read was written by another machine, so it is checked before anything uses it: size and nesting of the
-text, then the types, lengths and ranges of the dataclass's annotations: `Annotated[int, Between(0, 9)]`.
+Text from another machine is checked before anything uses it: size and nesting of the text, then the types,
+lengths and ranges of the dataclass's annotations: `Annotated[int, Between(0, 9)]`.
 """
 
 import contextlib

@@ -56,7 +56,7 @@ class CompileRequest:
     """The directory to write the files of a `CompiledStep` to."""
     code: UserCode | None = None
     is_forward: bool = False
-    """Whether the forward pass is compiled, which depends on the samples' form and `input_range` alone."""
+    """Whether the forward pass is compiled, which depends on only the samples' form and `input_range`."""
     layer: str = ""
     """Of a forward pass: the layer whose output is computed in place of the model's; '' for none."""
     has_noise: bool = False
@@ -64,7 +64,7 @@ class CompileRequest:
     is_wide: bool = False
     """Whether layers that compute in 16 bits compute in 32, for `verify`."""
     cut: str = ""
-    """The layer behind which the model is cut in two; '' for a whole model."""
+    """The layer after which the model is cut in two; '' for a whole model."""
 
 
 @dataclass(frozen=True)
@@ -193,7 +193,7 @@ class PartsSpec:
 
 @dataclass(frozen=True)
 class CutTimes:
-    """Seconds of the parts of a batch, with the model cut behind `layer`."""
+    """Seconds of the parts of a batch, with the model cut after `layer`."""
 
     layer: str
     forward_s: PartSeconds

@@ -117,7 +117,7 @@ class CompiledStep:
     state: str
     """The variables' values at the beginning (.npz)."""
     template: str = ""
-    """A file of Keras with the model, on the host alone; '' for none."""
+    """A file of Keras with the model, only on the host; '' for none."""
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ class HeadSpec:
 
 @dataclass(frozen=True)
 class SplitSpec:
-    """Where a model is cut in two: nodes compute what is before, the host what is behind."""
+    """Where a model is cut in two: nodes compute the layers before it, the host those after it."""
 
     cut: str
     num_micro_batches: BatchSize = 4

@@ -25,8 +25,8 @@ ADMIT, SUM, END = "admit", "sum", "end"
 class SumCheck(Task):
     """Sums vectors of the sizes in the task's argument `sum_bytes`, over all ranks that have joined.
 
-    They are also timed when as many ranks have joined as the argument `sum_ranks` says. Rank 0 begins alone,
-    admits each rank that joins, and ends when it is asked to stop.
+    They are also timed when as many ranks have joined as the argument `sum_ranks` says. Rank 0 begins by
+    itself, admits each rank that joins, and ends when it is asked to stop.
     """
 
     def __init__(self, context: TaskContext) -> None:

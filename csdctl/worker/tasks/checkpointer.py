@@ -217,7 +217,7 @@ def keep_copy(spec: RunSpec) -> RunSpec:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         save_atomically(directory / "spec.json", to_json(replace(spec, link_key="")))
         save_atomically(directory / "manifest.json", Path(spec.manifest).read_text())
-    except OSError as error:  # as of a full disk: the run can be resumed on its own server
+    except OSError as error:  # such as a full disk: the run can be resumed on its own server
         print(f"no copy of the run on this server: {error}", flush=True)
     step_file = str(step_file_in_memory(Path(COPIES), spec.run_id))
     return replace(spec, output_directory=str(directory), step_file=step_file, num_checkpoints=0)
@@ -284,7 +284,7 @@ class Checkpointer:
             return
         try:
             path = self._checkpoints.save(pack(self._step.values, position), position, is_best=is_best)
-        except OSError as error:  # as of a full disk: training goes on from the state in memory
+        except OSError as error:  # such as a full disk: training goes on from the state in memory
             self.write_step_file(position)
             if not self._can_write:
                 raise self._as_failure(self._checkpoints.directory, error) from None

@@ -134,7 +134,7 @@ def unpack(
 
 
 def position_of(packed: Array, samples: Sequence[OwnSamples]) -> Position:
-    """Return the position alone. Raises WorkerError when it is damaged, or not possible in this run."""
+    """Return only the position. Raises WorkerError when it is damaged, or not possible in this run."""
     if len(packed) < _HEAD.size:
         raise WorkerError("the saved state is truncated", remedy=_NEW_RUN)
     length, total, _ = _HEAD.unpack(packed[: _HEAD.size].tobytes())

@@ -1,8 +1,8 @@
 """A rank's part in a run: it joins the others, and survives the loss of its link.
 
 Owns the connection to the other ranks (hub, listener, communicator) and the position of the run. A rank that
-joins takes over the state of rank 0, unless it has the same state. Rank 0 is on the host. What a node says
-about its own state is not believed (docs/decisions/0024). The task defines what the ranks do together.
+joins takes over the state of rank 0, unless it has the same state. Rank 0 is on the host. A node's statements
+about its own state are not believed (docs/decisions/0024). The task defines what the ranks do together.
 """
 
 import contextlib
@@ -47,7 +47,7 @@ class RankSession:
         hub_command: Sequence[str],
         write_line: Callable[[str], None] = print_line,
     ) -> None:
-        """`hub_command`: as of `HubProcess`. `write_line` writes the lines of events."""
+        """`hub_command`: see `HubProcess`. `write_line` writes the lines of events."""
         self._sandbox = check_sandbox()
         self._spec, self._me = spec, spec.ranks[rank]
         self._servers = tuple(rank_spec.server for rank_spec in spec.ranks)

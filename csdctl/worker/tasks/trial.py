@@ -1,4 +1,4 @@
-"""The ranks of a tuning run measure what csdctl orders: batch sizes alone, or steps of a plan together.
+"""The ranks of a tuning run measure what csdctl orders: batch sizes of single ranks, or steps of a plan.
 
 One run serves a whole tuning: processes start once, and so do their links. Samples are random, because the
 time of a step does not depend on them. Nothing is saved.

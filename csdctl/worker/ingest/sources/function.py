@@ -1,6 +1,6 @@
 """The user's own function, `FILE.py:NAME`: called with the path of the data, it returns all samples.
 
-What it returns is named as Keras' fit reads it: a dict names inputs and outputs, a tuple or list has them in
+Its result is named as Keras' fit reads it: a dict names inputs and outputs, a tuple or list has them in
 the model's order. Several inputs or outputs become the fields of a structured array.
 """
 

@@ -54,7 +54,7 @@ class DataFile:
 
     parts: tuple[str, ...]
     state: tuple[int, ...]
-    """As of `file_state`; of zeros if nothing is there."""
+    """See `file_state`; of zeros if nothing is there."""
 
     @property
     def size(self) -> int:
@@ -203,7 +203,7 @@ class Block:
 
 
 class SampleSource:
-    """Samples in an order that is determined by the source's files and the job alone."""
+    """Samples in an order that is determined by only the source's files and the job."""
 
     num_samples = 0
     sample_bytes = 0

@@ -173,7 +173,7 @@ class RecordReader:
     """Reads TFRecord files, one after the other."""
 
     def __init__(self) -> None:
-        """Raise WorkerError without TensorFlow's libraries."""
+        """Raise WorkerError if TensorFlow's libraries are missing."""
         elements = {
             "output_types": encode_field(1, _type(STRING)),
             "output_shapes": encode_field(1, encode_field(7, b"")),  # scalars
