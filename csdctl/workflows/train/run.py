@@ -15,7 +15,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from csdctl.documents import save_json
+from csdctl.documents import save_json, save_text
 from csdctl.energy.sampler import PowerSampler
 from csdctl.errors import DeadlineError, InputError, RunError
 from csdctl.fleet.model import HOST_NAME
@@ -31,12 +31,12 @@ from csdctl.transport.session import Session
 from csdctl.worker.protocol.events import Event
 from csdctl.worker.protocol.json_codec import to_json
 from csdctl.worker.protocol.orders import Order
-from csdctl.worker.protocol.run_spec import RunSpec
+from csdctl.worker.protocol.run_spec import NUM_CHECKPOINTS, RunSpec
 from csdctl.workflows.data.files import deploy_files, whole
 from csdctl.workflows.preflight.examination import explain_failure
 from csdctl.workflows.preflight.ranks import run_spec
 from csdctl.workflows.train.request import TrainOptions
-from csdctl.workflows.train.spec import ResolvedRun
+from csdctl.workflows.train.spec import ResolvedRun, build_manifest, build_spec
 from csdctl.workflows.workspace.event_stream import EventStream, RunStarted
 from csdctl.workflows.workspace.workspace import Workspace
 
@@ -142,8 +142,32 @@ class RunStopped(KeyboardInterrupt):
         self.summary = summary
 
 
+def train(resolved: ResolvedRun, options: TrainOptions) -> tuple[RunDirectory, RunSummary]:
+    """Train a new run to its end. Raises RunError, DeadlineError, InputError, and RunStopped by the user."""
+    space = resolved.context.space
+    run = space.project.new_run()
+    record_process(run, space)
+    run.save_manifest(build_manifest(resolved))
+    spec = build_saving_spec(resolved, run, options)
+    save_text(run.spec, to_json(spec))
+    return run, run_to_end(resolved, spec, run, options)
+
+
+def build_saving_spec(resolved: ResolvedRun, run: RunDirectory, options: TrainOptions) -> RunSpec:
+    """Return the RunSpec of a training, which saves checkpoints and the state of each step."""
+    space = resolved.context.space
+    return build_spec(
+        resolved,
+        run,
+        options,
+        num_checkpoints=options.num_checkpoints or NUM_CHECKPOINTS,
+        step_file=str(space.project.step_file(run)),
+        manifest=store_manifest(run, space),
+    )
+
+
 def run_to_end(resolved: ResolvedRun, spec: RunSpec, run: RunDirectory, options: TrainOptions) -> RunSummary:
-    """Run the ranks, log their events, and add them up. Raises what `train` raises.
+    """Run the ranks, log their events, and add them up. Raises like `train`.
 
     A run that a callback has stopped returns as one that has come to its end. Its state is kept.
     """

@@ -96,6 +96,10 @@ class ResolvedRun:
     model: RunModel
     task: run_spec.TaskSpec
     recipe: Recipe
+    plan: Plan | None = None
+    """The plan of a training. None for ranks that take random samples."""
+    strategy: str = DATA_PARALLEL
+    cut: str = ""
     is_balanced: bool = True
     """Whether the strategy allows that batch sizes change during the run."""
     features: dict[str, Any] = field(default_factory=dict)
@@ -256,9 +260,10 @@ def build_spec(
     return replace(spec, checkpoint_interval_s=interval_s) if interval_s else spec
 
 
-def build_manifest(plan: Plan, strategy: str, cut: str, resolved: ResolvedRun) -> dict[str, object]:
+def build_manifest(resolved: ResolvedRun) -> dict[str, object]:
     """Return the content of manifest.json: job, plan, strategy, fleet, versions, hashes."""
-    context, data = resolved.context, resolved.data
+    context, data, plan = resolved.context, resolved.data, resolved.plan
+    assert plan is not None
     job, prepared, fleet = context.job, context.prepared, context.space.fleet
     return {
         "schema": 1,
@@ -277,7 +282,7 @@ def build_manifest(plan: Plan, strategy: str, cut: str, resolved: ResolvedRun) -
         },
         "plan": plan.model_dump() | {"emulated": fleet.emulated},
         "placed": [asdict(shard) for shard in data.placed],
-        **describe_strategy(plan, strategy, cut),
+        **describe_strategy(plan, resolved.strategy, resolved.cut),
         **({"features": resolved.features} if resolved.features else {}),
         "classes": list(prepared.public.class_counts),
         "model": asdict(prepared.model.info),

@@ -8,7 +8,7 @@ samples are public, their features may leave the nodes, and only the host trains
 import math
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 from csdctl.errors import InputError, RemoteCommandError, option
 from csdctl.fleet.model import HOST_NAME
 from csdctl.job.model import Job
+from csdctl.placement.equation1 import Placed
 from csdctl.reporting.numbers import format_bytes, format_seconds
 from csdctl.shipping.worker_calls import fetch_results
 from csdctl.transport.many import run_on_all, values_or_raise
@@ -32,7 +33,7 @@ from csdctl.workflows.data.compile import as_prefix, files_of
 from csdctl.workflows.data.files import deploy_files, whole
 from csdctl.workflows.data.prepare import Prepared, extract_on
 from csdctl.workflows.train.request import AUTO, TrainOptions
-from csdctl.workflows.train.spec import RunContext, RunData, RunModel, read_plan
+from csdctl.workflows.train.spec import ResolvedRun, RunContext, RunData, RunModel, place_plan, read_plan
 from csdctl.workflows.workspace.event_stream import EventStream, OnProgress
 from csdctl.workflows.workspace.workspace import call_machine
 
@@ -62,6 +63,33 @@ class Strategy:
         """Return the plan with the ranks that train. Raises InputError or PartialError."""
         return plan
 
+    def resolve_new(self, plan: Plan, context: RunContext, min_nodes: int | None) -> ResolvedRun:
+        """Return the run of a plan, whose samples are divided first. Raises what `resolve` raises."""
+        plan = self.choose_ranks(plan, context)
+        placed = place_plan(plan.ranks, context.prepared, context.job, context.space.whole)
+        _check_shards(placed, context, min_nodes)  # before features are computed for hours
+        return self.resolve(plan, placed, context)
+
+    def resolve(self, plan: Plan, placed: Sequence[Placed], context: RunContext) -> ResolvedRun:
+        """Return what the ranks of a plan read and compute.
+
+        Raises InputError if fleet, data or model does not allow it, and PartialError naming failed machines.
+        """
+        model = self.divide(context)  # refuses a job before shards are cut
+        data, features = self.compute(read_plan(plan.ranks, context, placed), model, context)
+        return ResolvedRun(
+            context,
+            data,
+            model,
+            task=run_spec.TaskSpec(self.training_task),
+            recipe=context.prepared.recipe,
+            plan=plan,
+            strategy=self.name,
+            cut=self.cut,
+            is_balanced=self.is_balanced,
+            features=features,
+        )
+
     def divide(self, context: RunContext, *, is_verification: bool = False) -> RunModel:
         """Return what the ranks compute, in a verification in 32 bits at least. Raises InputError."""
         model = context.compiler.step(is_wide=True) if is_verification else context.prepared.model
@@ -74,6 +102,17 @@ class Strategy:
     def element_spec(self, prepared: Prepared) -> DatasetInfo:
         """Return the form of the samples that the ranks take."""
         return prepared.public.element_spec
+
+
+def _check_shards(placed: Sequence[Placed], context: RunContext, min_nodes: int | None) -> None:
+    """Warn of batches that are larger than an epoch. Raise InputError for too few nodes."""
+    for shard in placed:
+        if (size := shard.batch_size) > shard.num_samples:
+            larger = f"its batch size {size:,}, to which the learning rate is scaled, is larger"
+            context.events.say(f"{shard.name} has {shard.num_samples:,} samples: {larger}")
+    if min_nodes is not None and 1 < len(placed) <= min_nodes:
+        problem = f"{option('min_nodes')} {min_nodes}, but {len(placed) - 1} nodes take part"
+        raise InputError(problem, remedy="pass a smaller number")
 
 
 @dataclass

@@ -4,37 +4,28 @@ A run succeeds when every rank that takes part has sent a completion record. A r
 and manifest that it started with.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from csdctl.documents import save_text
-from csdctl.errors import InputError, option
 from csdctl.fleet.model import Fleet, keep_nodes
 from csdctl.fleet.names import format_node_names
 from csdctl.job.model import Job
 from csdctl.launch.mpirun import find_mpirun
 from csdctl.notify import Say
-from csdctl.placement.equation1 import Placed
 from csdctl.reporting.privacy import check_accountant
 from csdctl.reporting.results import RunSummary, read_results
 from csdctl.runs.directory import ProjectDirectory, RunDirectory
 from csdctl.transport.commands import find_state_directory
-from csdctl.tuning.plan import DATA_PARALLEL, Plan, RankPlan
-from csdctl.worker.protocol.json_codec import to_json
-from csdctl.worker.protocol.run_spec import NUM_CHECKPOINTS, RunSpec, TaskSpec
+from csdctl.tuning.plan import DATA_PARALLEL, Plan
 from csdctl.workflows.data.prepare import load_absent, load_prepared, prepare_in
 from csdctl.workflows.preflight.examination import examine_before_training
 from csdctl.workflows.train import resume as resuming
-from csdctl.workflows.train import spec as specs
 from csdctl.workflows.train.plan import build_equal_plan, find_left_out, load_fitting_plan
 from csdctl.workflows.train.request import TrainOptions, TrainRequest
-from csdctl.workflows.train.run import record_process, run_to_end, store_manifest
-from csdctl.workflows.train.spec import ResolvedRun, RunContext
+from csdctl.workflows.train.run import build_saving_spec, record_process, run_to_end, train
+from csdctl.workflows.train.spec import RunContext
 from csdctl.workflows.train.strategies import Strategy, choose_strategy, strategy_of
 from csdctl.workflows.workspace.event_stream import EventStream
 from csdctl.workflows.workspace.workspace import Workspace, open_workspace, unreachable_error
-
-"""Checkpoints to keep where the user says nothing."""
 
 
 @dataclass(frozen=True)
@@ -72,8 +63,8 @@ def run_training(request: TrainRequest, events: EventStream) -> TrainResult:
         context = RunContext(request.job, prepare_in(space, request.job, events), space, events)
         if choice.run:
             return TrainResult(choice.run, resume(choice.run, choice.strategy, context, request.options))
-        summary = train(choice.plan, choice.strategy, context, request.options)
-        return TrainResult(space.project.find_run(summary.run_id), summary)
+        resolved = choice.strategy.resolve_new(choice.plan, context, request.options.min_nodes)
+        return TrainResult(*train(resolved, request.options))
 
 
 def check_files(request: TrainRequest, say: Say = lambda line: None) -> tuple[Fleet, Plan | None]:
@@ -141,66 +132,8 @@ def _examine(
         examination.check_before_training()
 
 
-def resolve_run(
-    ranks: Sequence[RankPlan], strategy: Strategy, context: RunContext, placed: Sequence[Placed] | None = None
-) -> ResolvedRun:
-    """Return what the ranks of a plan read and compute. `placed`: the shards, if they are decided already.
-
-    Raises InputError when fleet, data or model does not allow it, and PartialError naming failed machines.
-    """
-    model = strategy.divide(context)  # refuses a job before shards are cut
-    data = specs.read_plan(ranks, context, placed)
-    data, features = strategy.compute(data, model, context)
-    return ResolvedRun(
-        context,
-        data,
-        model,
-        task=TaskSpec(strategy.training_task),
-        recipe=context.prepared.recipe,
-        is_balanced=strategy.is_balanced,
-        features=features,
-    )
-
-
-def train(plan: Plan, strategy: Strategy, context: RunContext, options: TrainOptions) -> RunSummary:
-    """Train a new run to its end. Raises RunError, DeadlineError, InputError, and RunStopped by the user."""
-    plan = strategy.choose_ranks(plan, context)
-    placed = specs.place_plan(plan.ranks, context.prepared, context.job, context.space.whole)
-    _check_shards(placed, context, options)  # before features are computed for hours
-    resolved = resolve_run(plan.ranks, strategy, context, placed)
-    run = context.space.project.new_run()
-    record_process(run, context.space)
-    run.save_manifest(specs.build_manifest(plan, strategy.name, strategy.cut, resolved))
-    spec = _build_spec(resolved, run, options)
-    save_text(run.spec, to_json(spec))
-    return run_to_end(resolved, spec, run, options)
-
-
-def _build_spec(resolved: ResolvedRun, run: RunDirectory, options: TrainOptions) -> RunSpec:
-    space = resolved.context.space
-    return specs.build_spec(
-        resolved,
-        run,
-        options,
-        num_checkpoints=options.num_checkpoints or NUM_CHECKPOINTS,
-        step_file=str(space.project.step_file(run)),
-        manifest=store_manifest(run, space),
-    )
-
-
-def _check_shards(placed: Sequence[Placed], context: RunContext, options: TrainOptions) -> None:
-    """Warn of batches that are larger than an epoch. Raise InputError for too few nodes."""
-    for shard in placed:
-        if (size := shard.batch_size) > shard.num_samples:
-            larger = f"its batch size {size:,}, to which the learning rate is scaled, is larger"
-            context.events.say(f"{shard.name} has {shard.num_samples:,} samples: {larger}")
-    if options.min_nodes is not None and 1 < len(placed) <= options.min_nodes:
-        problem = f"{option('min_nodes')} {options.min_nodes}, but {len(placed) - 1} nodes take part"
-        raise InputError(problem, remedy="pass a smaller number")
-
-
 def resume(run: RunDirectory, strategy: Strategy, context: RunContext, options: TrainOptions) -> RunSummary:
-    """Continue `run` from its last completed step, or its newest checkpoint. Raises what `train` raises.
+    """Continue `run` from its last completed step, or its newest checkpoint. Raises what `run_to_end` raises.
 
     Ranks on nodes outside the fleet stay absent. The others take over their public samples.
     """
@@ -212,13 +145,13 @@ def resume(run: RunDirectory, strategy: Strategy, context: RunContext, options: 
         )
     record_process(run, context.space)
     # No rank and no path of spec.json is used: they follow from the project and the data as they are now.
-    resolved = resolve_run(manifest.plan.ranks, strategy, context, manifest.placed)
+    resolved = strategy.resolve(manifest.plan, manifest.placed, context)
     options = replace(
         options,
         checkpoint_interval_s=options.checkpoint_interval_s or before.checkpoint_interval_s,
         num_checkpoints=options.num_checkpoints or before.num_checkpoints,
     )
-    spec = _build_spec(resolved, run, options)
+    spec = build_saving_spec(resolved, run, options)
     resuming.check_same(run, before, spec)
     resuming.save_epochs(run, before, context.job.recipe.epochs)
     return run_to_end(resolved, spec, run, options)
