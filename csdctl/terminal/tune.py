@@ -1,5 +1,6 @@
 """Before training: the plan, the result of `verify`, and a forecast, as tables and as JSON."""
 
+import math
 from collections.abc import Iterator
 
 from csdctl.fleet.names import format_node_names
@@ -129,9 +130,9 @@ def show_verified(streams: Streams, verification: Verification, *, emulated: boo
     """Print how much sum, gradients and weights differ, and how far Keras is from itself."""
     verified, nodes, verdict = verification.result, verification.nodes, verification.verdict
     sizes = dict(zip(nodes, verified.batch_sizes, strict=True))
-    difference = max(verified.differences)
-    most = nodes[verified.differences.index(difference)]
-    gradient = f"of {most} differs most from Keras', by {difference:.1e}"
+    differences = dict(zip(nodes, verified.differences, strict=True))
+    most = max(nodes, key=lambda node: (math.isnan(differences[node]), differences[node]))
+    gradient = f"of {most} differs most from Keras', by {differences[most]:.1e}"
     compared_in = f"compared in {verified.compared_in}: rounding in {verified.dtype} hides a sample"
     pairs = [
         (
@@ -144,7 +145,7 @@ def show_verified(streams: Streams, verification: Verification, *, emulated: boo
             f"differs by {verified.sum_difference:.1e} from the ranks' gradients added in float64; "
             f"rounding explains {verified.sum_rounding:.1e}",
         ),
-        ("gradient", gradient if difference else "of every rank bit-identical with Keras'"),
+        ("gradient", gradient if differences[most] else "of every rank bit-identical with Keras'"),
         ("", f"rounding makes {verified.spread:.1e}; one sample makes {verified.one_sample:.1e}"),
         *([("", compared_in)] if verified.compared_in != verified.dtype else []),
         ("weights", f"bit-identical on all ranks ({verified.weights_hash[:16]}…)"),
@@ -159,10 +160,7 @@ def show_verified(streams: Streams, verification: Verification, *, emulated: boo
         emulated=emulated,
         is_equal=verdict.is_equal,
         verdict=verdict.text,
-        ranks={
-            node: {"batch_size": size, "difference": difference}
-            for (node, size), difference in zip(sizes.items(), verified.differences, strict=True)
-        },
+        ranks={node: {"batch_size": size, "difference": differences[node]} for node, size in sizes.items()},
     )
     streams.result(content)
 

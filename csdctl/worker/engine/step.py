@@ -104,7 +104,7 @@ class StepInfo(GraphInfo):
     metrics: tuple[Slice, ...]
     """The metrics' results, and where the state of each metric is."""
     sums: tuple[SumInfo, ...] = ()
-    """The sums of a user's own train_step, in their order; none for a step with the one of `layout`."""
+    """The sums of the user's train_step, in their order; none for a step with the one of `layout`."""
     logs: tuple[str, ...] = ()
     rate_factors: tuple[float, ...] = (1.0,)
     """How many times the recipe's learning rate each optimizer has that follows it."""

@@ -626,7 +626,7 @@ class Hub:
 
         wrong = [child for child in present if not is_finite(child.vector)]
         ranks = [rank for child in wrong for rank in child.ranks]
-        reason = "sent a gradient that is not finite, as of samples with NaN"
+        reason = "sent a gradient that is not finite, such as from samples with NaN"
         return [(child, reason) for child in wrong] if is_minority(ranks, len(self._announced)) else []
 
     def _end_sum(self, present: Sequence[_Child], verdict: bytes) -> None:

@@ -148,7 +148,7 @@ class _Link:
                 return False
             self._receive_head()
             self.handle_remote(*message[:2])
-        elif has_chunk:  # what was sent before it has arrived, too
+        elif has_chunk:  # messages sent before it have arrived, too
             self._arrivals.popleft()
             self._num_received += 1
             self._handle_chunk()

@@ -169,7 +169,7 @@ def fingerprint_of(spec: ExtractSpec) -> str:
             not prefix.compiled and find_version("keras", "keras-nightly"),
             BATCH_SIZE,
         ],
-        # FILE.py:NAME; what it does is in the code's archive
+        # FILE.py:NAME; its code is in the archive
         views and [Path(code).name, Path(views.augment).name, views.seed, views.num_views],
         [spec.layer, *map(dataclasses.astuple, spec.results)],
     ]

@@ -87,7 +87,7 @@ class StepFile:
         self._next = 1 - self._next
 
     def read(self, on_damage: OnDamage = lambda problem: None) -> Array | None:
-        """Return the latest intact state, or None. Raises OSError unless the file is this user's own."""
+        """Return the latest intact state, or None. Raises OSError unless the file is this user's."""
         try:
             descriptor = open_private(self.path)
         except FileNotFoundError:

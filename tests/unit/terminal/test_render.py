@@ -1,6 +1,7 @@
 """Rendered reports, plans and live views: what they must contain, not their exact wording."""
 
 import json
+import math
 import re
 from dataclasses import replace
 from io import StringIO
@@ -13,8 +14,8 @@ from csdctl.reporting.series import RunSeries
 from csdctl.terminal.console import PrintableConsole
 from csdctl.terminal.report import render_report
 from csdctl.terminal.run_view import TrainingView
-from csdctl.terminal.streams import document, format_json
-from csdctl.terminal.tune import render_plan
+from csdctl.terminal.streams import Streams, document, format_json
+from csdctl.terminal.tune import render_plan, show_verified
 from csdctl.tuning.plan import StrategyPlan
 from csdctl.worker.protocol.events import (
     CheckpointSaved,
@@ -27,7 +28,9 @@ from csdctl.worker.protocol.events import (
     Progress,
     Ready,
     Rebalanced,
+    Verified,
 )
+from csdctl.workflows.train.verify import Verification
 from tests.json_page import check_document
 from tests.unit.reporting.test_results import NODES, summary
 from tests.unit.runs.manifests import spec_of, started_of
@@ -50,6 +53,15 @@ def report(summary: RunSummary) -> str:
 def row(text: str, node: str) -> list[str]:
     """Return the words in the row of `node`."""
     return re.findall(r"[^\s│┃|]+", next(line for line in text.splitlines() if f" {node} " in line))
+
+
+def test_rank_whose_gradient_is_nan_differs_most_from_keras() -> None:
+    nodes, file = ("host", "csd0", "csd1"), StringIO()
+    differences = 0.0, math.nan, 1e-7
+    verified = Verified(0, "host", (8, 6, 8), "float32", 0.0, 1e-7, "float32", differences, 1e-7, 0.1, "hash")
+    streams = Streams(stdout=file, stderr=StringIO())
+    show_verified(streams, Verification(nodes, verified), emulated=False)
+    assert "of csd0 differs most from Keras', by nan" in file.getvalue()
 
 
 class TestReport:

@@ -1,4 +1,4 @@
-"""The user's own function, `FILE.py:NAME`: called with the path of the data, it returns all samples.
+"""The user's function, `FILE.py:NAME`: called with the path of the data, it returns all samples.
 
 Its result is named as Keras' fit reads it: a dict names inputs and outputs, a tuple or list has them in
 the model's order. Several inputs or outputs become the fields of a structured array.
