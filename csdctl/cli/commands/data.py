@@ -144,7 +144,7 @@ def deploy(
     """Copy a job's files, or directory trees, to every node. Only missing content is sent."""
     from csdctl.shipping.deliver import DEFAULT_IGNORED
     from csdctl.terminal.nodes import TransferView
-    from csdctl.workflows.data.files import deploy as deploy_files
+    from csdctl.workflows.data.deploy import deploy as deploy_files
 
     with TransferView(call.streams.console, len(call.fleet.nodes), is_dry_run=dry_run) as view:
         outcomes = deploy_files(

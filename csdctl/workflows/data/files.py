@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -17,19 +17,15 @@ from pathlib import Path
 from csdctl import documents
 from csdctl.documents import build_atomically, load_kept, save_json
 from csdctl.errors import InputError
-from csdctl.fleet.model import HOST_NAME, Fleet
-from csdctl.job.model import Job, load_job
+from csdctl.fleet.model import HOST_NAME
+from csdctl.job.model import Job
 from csdctl.notify import Say
 from csdctl.placement.equation1 import Placed
 from csdctl.runs.directory import ProjectDirectory
-from csdctl.runs.ledger import record_traffic
-from csdctl.shipping import deliver as delivery
 from csdctl.shipping import store
-from csdctl.shipping.deliver import Delivery, deliver, pack_payload
 from csdctl.shipping.store import StoredFile, hash_file, pack_worker, store_bytes, store_file, stored_as
 from csdctl.shipping.worker_calls import call_worker
 from csdctl.transport.local import LocalSession
-from csdctl.transport.many import Outcome, run_on_all, run_on_nodes, values_or_raise
 from csdctl.transport.meter import TrafficClass
 from csdctl.transport.program import within
 from csdctl.transport.session import Session
@@ -39,7 +35,6 @@ from csdctl.worker.protocol.file_state import file_state
 from csdctl.worker.protocol.json_codec import from_json, to_json
 from csdctl.worker.protocol.model_info import BuildRequest, BuildSpec, ModelInfo
 from csdctl.worker.protocol.run_spec import CompiledStep, DatasetSlice, UserCode
-from csdctl.workflows.workspace.event_stream import EventStream, FilesSent
 
 MODEL_FILES = ("info.json", "architecture.json", "weights.npz")
 PART_FILES = ("prefix.json", "prefix.npz", "head.json", "head.npz")
@@ -215,26 +210,6 @@ def _model_key(job: Job, worker: StoredFile) -> str:
     return digest.hexdigest()[:32]
 
 
-def deploy_files(
-    files: Mapping[str, Sequence[StoredFile]],
-    fleet: Fleet,
-    sessions: Mapping[str, Session],
-    events: EventStream,
-) -> dict[str, Delivery]:
-    """Send each machine its files, in parallel. Raises PartialError naming the machines that failed."""
-
-    def on_done(outcome: Outcome[Delivery]) -> None:
-        if outcome.value:
-            events.emit(FilesSent(outcome.name, outcome.value))
-
-    def send(session: Session) -> Delivery:
-        payload = pack_payload(files[session.name])
-        return deliver(session, payload, python=fleet.python_of(session.name))
-
-    targets = {name: sessions[name] for name in files if name != HOST_NAME}
-    return values_or_raise(run_on_all(targets, send, on_done=on_done), "deploying")
-
-
 def cut_shards(
     placed: Sequence[Placed], public: DatasetInfo, job: Job, project: ProjectDirectory
 ) -> dict[str, tuple[StoredFile, StoredFile]]:
@@ -287,41 +262,3 @@ def _cut(
         stored_as(f"{hashes[array]}.npy", directory / array, TrafficClass.PUBLIC) for array in ARRAYS
     )
     return images, labels
-
-
-def deploy(
-    job: Path,
-    fleet: Fleet,
-    directory: Path,
-    say: Say,
-    *,
-    trees: Sequence[str] = (),
-    ignored: Sequence[str] = delivery.DEFAULT_IGNORED,
-    is_dry_run: bool = False,
-    on_tree: Callable[[delivery.TreeRequest, delivery.FileTree], None],
-    on_progress: delivery.OnDeliveryProgress,
-    on_done: Callable[[Outcome[Delivery]], None],
-) -> dict[str, Outcome[Delivery]]:
-    """Deploy the files of `job`, or `trees` instead, each SOURCE[:DESTINATION], to every node of `fleet`.
-
-    `ignored` are patterns of files that are excluded from trees. `on_tree` gets each tree that was read. A
-    node that fails is in the result, not raised. Raises InputError when the job, or a tree, cannot be read.
-    """
-    if trees:
-        packed = []
-        for tree in map(delivery.parse_tree, trees):
-            packed.append(delivery.read_tree(tree, ignored))
-            on_tree(tree, packed[-1])
-        payload = pack_payload(trees=packed)
-    elif job.is_dir():
-        raise InputError(f"{job} is a directory, expected a job file", remedy=f"copy it with --tree {job}")
-    else:
-        worker, model = prepare_code(load_job(job), directory, say)
-        payload = pack_payload([worker, *model.files])
-
-    def send(session: Session) -> Delivery:
-        python = fleet.python_of(session.name)
-        return deliver(session, payload, python=python, dry_run=is_dry_run, on_progress=on_progress)
-
-    on_traffic = record_traffic(directory, "deploy")
-    return run_on_nodes(fleet, send, directory=directory, on_done=on_done, on_traffic=on_traffic)

@@ -37,7 +37,8 @@ from csdctl.worker.protocol.datasets import DatasetInfo
 from csdctl.worker.protocol.features import SIGMOID, SOFTMAX, VALUES, ResultRule
 from csdctl.worker.protocol.model_info import ModelInfo, OutputInfo
 from csdctl.workflows.data.compile import ModelCompiler, as_prefix, files_of
-from csdctl.workflows.data.files import SerializedModel, deploy_files, whole
+from csdctl.workflows.data.deploy import deploy_files
+from csdctl.workflows.data.files import SerializedModel, whole
 from csdctl.workflows.data.prepare import Prepared, extract_on, load_prepared, prepare_in
 from csdctl.workflows.train.plan import default_runtime
 from csdctl.workflows.train.strategies import MAX_HEADER_BYTES

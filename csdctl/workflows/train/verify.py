@@ -14,8 +14,8 @@ from csdctl.worker.protocol.events import Verified
 from csdctl.workflows.data.prepare import prepare_in
 from csdctl.workflows.train.plan import build_equal_plan, load_fitting_plan
 from csdctl.workflows.train.request import TrainOptions, TrainRequest
-from csdctl.workflows.train.run import run_ranks
-from csdctl.workflows.train.spec import RunContext, build_spec, resolve_random_run
+from csdctl.workflows.train.resolved import RunContext, resolve_random_run
+from csdctl.workflows.train.run import build_spec, run_ranks
 from csdctl.workflows.train.strategies import choose_strategy
 from csdctl.workflows.workspace.event_stream import EventStream
 from csdctl.workflows.workspace.workspace import open_workspace

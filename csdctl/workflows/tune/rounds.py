@@ -22,7 +22,7 @@ from csdctl.worker.protocol.events import Probed, SumTimed
 from csdctl.worker.protocol.orders import ProbeRequest
 from csdctl.workflows.preflight.links import measure_sums
 from csdctl.workflows.train.plan import default_runtime
-from csdctl.workflows.train.spec import RunContext
+from csdctl.workflows.train.resolved import RunContext
 from csdctl.workflows.tune.fleet_measurements import FleetMeasurements
 from csdctl.workflows.tune.tuning_run import TuningRun
 

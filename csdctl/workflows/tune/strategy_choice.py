@@ -13,7 +13,7 @@ from csdctl.worker.protocol.features import FLOAT32
 from csdctl.worker.protocol.model_info import CutInfo, PartsSpec, PartTimes
 from csdctl.workflows.data.compile import as_prefix
 from csdctl.workflows.train.request import AUTO
-from csdctl.workflows.train.spec import RunContext
+from csdctl.workflows.train.resolved import RunContext
 from csdctl.workflows.train.strategies import bytes_for_host, check_split, find_cut, find_features
 from csdctl.workflows.tune.tuning_run import run_trial
 from csdctl.workflows.workspace.workspace import call_machine

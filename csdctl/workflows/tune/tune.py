@@ -23,7 +23,7 @@ from csdctl.worker.protocol.orders import ProbeRequest
 from csdctl.workflows.data.prepare import prepare_in
 from csdctl.workflows.train.plan import build_fingerprint, default_runtime
 from csdctl.workflows.train.request import AUTO, check_strategy
-from csdctl.workflows.train.spec import RunContext
+from csdctl.workflows.train.resolved import RunContext
 from csdctl.workflows.tune import fleet_measurements, strategy_choice, tuning_run
 from csdctl.workflows.tune.rounds import FitTuner, FleetMeasurer
 from csdctl.workflows.workspace.event_stream import EventStream

@@ -30,10 +30,10 @@ from csdctl.tuning.plan import RankPlan
 from csdctl.worker.protocol.events import EpochEnd, Event, Joined, Probed, SumTimed
 from csdctl.worker.protocol.orders import Order, Probe, ProbeRequest, Stop, TakeSteps, TrialShard
 from csdctl.worker.protocol.run_spec import TRIAL, TRIAL_SPLIT
-from csdctl.workflows.train import spec as specs
+from csdctl.workflows.train import resolved
 from csdctl.workflows.train.request import TrainOptions
-from csdctl.workflows.train.run import run_ranks
-from csdctl.workflows.train.spec import ResolvedRun, RunContext, RunModel
+from csdctl.workflows.train.resolved import ResolvedRun, RunContext, RunModel
+from csdctl.workflows.train.run import build_spec, run_ranks
 from csdctl.workflows.train.strategies import cut_model
 from csdctl.workflows.workspace.event_stream import EventStream
 
@@ -60,7 +60,7 @@ class TuningRun:
         self._resolved = self._resolve(cut)
         # As in a training run, rank 0 saves the state of every step, which takes time.
         step_file = str(context.space.project.step_file(self._directory))
-        self._spec = specs.build_spec(self._resolved, self._directory, OPTIONS, step_file=step_file)
+        self._spec = build_spec(self._resolved, self._directory, OPTIONS, step_file=step_file)
         self._orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
         self._events: queue.SimpleQueue[Event | BaseException] = queue.SimpleQueue()
         self.probed: list[Probed] = []
@@ -107,7 +107,7 @@ class TuningRun:
     def take_steps(self, ranks: Sequence[RankPlan], num_steps: int) -> TrialResult:
         """Take steps with all ranks, with the batch sizes of `ranks`, which are on the same nodes."""
         context = self._context
-        placed = specs.place_plan(ranks, context.prepared, context.job, context.space.fleet)
+        placed = resolved.place_plan(ranks, context.prepared, context.job, context.space.fleet)
         shards = []
         for rank, shard in zip(ranks, placed, strict=True):
             num_samples = rank.batch_size * num_steps
@@ -170,7 +170,7 @@ class TuningRun:
         )
         model = cut_model(context, cut) if cut else RunModel(prepared.model, prepared.model)
         task, form = TRIAL_SPLIT if cut else TRIAL, prepared.public.element_spec
-        return replace(specs.resolve_random_run(self.ranks, context, model, task, form), recipe=recipe)
+        return replace(resolved.resolve_random_run(self.ranks, context, model, task, form), recipe=recipe)
 
 
 def run_trial(

@@ -26,7 +26,7 @@ from csdctl.worker.protocol.recipe import Recipe
 from csdctl.worker.protocol.run_spec import RunSpec, Runtime, TaskSpec
 from csdctl.workflows.data.files import prepare_code, serialize_model
 from csdctl.workflows.data.prepare import save_prepared
-from csdctl.workflows.train.spec import ResolvedRun, RunContext, RunData, RunModel
+from csdctl.workflows.train.resolved import ResolvedRun, RunContext, RunData, RunModel
 from csdctl.workflows.tune.fleet_measurements import FleetMeasurements, hash_recipe
 from csdctl.workflows.workspace.event_stream import EventStream
 from tests.fake_session import FakeConversation, FakeSession, ScriptedResponse

@@ -22,6 +22,7 @@ from csdctl.worker.data.prepared import rows_of
 from csdctl.worker.protocol.datasets import DatasetInfo
 from csdctl.worker.protocol.recipe import Recipe
 from csdctl.worker.protocol.run_spec import DatasetSlice
+from csdctl.workflows.data import deploy
 from csdctl.workflows.data import files as model_files
 from csdctl.workflows.data.files import SampleShapes, SerializedModel, cut_shards, shapes_of
 
@@ -115,7 +116,7 @@ def test_files_of_a_tree_and_failing_node(tmp_path: Path, options: dict[str, Any
         (tree / name).write_text("x")
     packed: list[FileTree] = []
     finished: list[str] = []
-    outcomes = model_files.deploy(
+    outcomes = deploy.deploy(
         Path("job.yaml"),
         Fleet((Node("csd0", "127.0.0.1", port=1),)),
         tmp_path,

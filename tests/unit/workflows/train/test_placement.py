@@ -16,7 +16,7 @@ from csdctl.worker.protocol.model_info import ModelInfo
 from csdctl.worker.protocol.run_spec import DatasetSlice, Runtime
 from csdctl.workflows.data.files import SerializedModel
 from csdctl.workflows.data.prepare import Prepared
-from csdctl.workflows.train.spec import build_rank_specs, place_plan, with_servers
+from csdctl.workflows.train.resolved import build_rank_specs, place_plan, with_servers
 from tests.unit.workflows.measured_project import write_job
 
 FLEET = Fleet((Node("csd0", "10.1.1.2"), Node("csd1", "10.1.1.3")), path=Path("fleet.yaml"))

@@ -31,8 +31,8 @@ from csdctl.workflows.data.files import SerializedModel, whole
 from csdctl.workflows.data.prepare import Prepared
 from csdctl.workflows.train import train as resume_module
 from csdctl.workflows.train.request import TrainOptions
+from csdctl.workflows.train.resolved import RunContext, build_rank_specs
 from csdctl.workflows.train.resume import find_resumable, is_complete, load_spec, take_over, with_host
-from csdctl.workflows.train.spec import RunContext, build_rank_specs
 from csdctl.workflows.train.strategies import strategy_of
 from csdctl.workflows.train.train import resume
 from csdctl.workflows.workspace.event_stream import EventStream

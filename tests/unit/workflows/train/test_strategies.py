@@ -8,7 +8,7 @@ from csdctl.errors import InputError
 from csdctl.job.model import Job, load_job
 from csdctl.tuning.plan import Plan, Predicted, RankPlan
 from csdctl.workflows.train.request import AUTO, TrainOptions
-from csdctl.workflows.train.spec import describe_strategy
+from csdctl.workflows.train.run import describe_strategy
 from csdctl.workflows.train.strategies import check_job, choose_strategy
 
 JOB = """\

