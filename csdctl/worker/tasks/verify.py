@@ -180,6 +180,7 @@ def move_weights(engine: StepEngine, generator: np.random.Generator, max_move: f
 
 
 def _as_float64(value: Array) -> Array:
+    """Return numbers of any type in float64, integers as they are."""
     if value.dtype == BFLOAT16:
         value = from_bf16(value["bfloat16"])
     return value if value.dtype.kind in "iub" else value.astype(np.float64)
