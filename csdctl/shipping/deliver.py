@@ -19,14 +19,14 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 from csdctl.errors import CsdctlError, InputError, NodeError
 from csdctl.shipping.store import CHUNK_BYTES, StoredFile, changed, hash_source, read_chunk, unreadable
 from csdctl.transport.commands import build_program_command
 from csdctl.transport.program import AnswerLimits, Nothing, Program
 from csdctl.transport.session import SLICE_BYTES, Session
-from csdctl.worker.protocol.json_codec import PROGRESS, RESULT, Count, MaxLength, ProtocolError, shorten
+from csdctl.worker.protocol.json_codec import PROGRESS, RESULT, Count, ProtocolError, shorten
 
 DEFAULT_IGNORED = (".git/", "__pycache__/", ".csdctl/")
 MAX_OBJECTS = 1_000_000
@@ -193,7 +193,8 @@ def _check_link(root: str, entry: os.DirEntry[str]) -> str:
 class Missing:
     """A request for the objects that are marked with a 1. The others have a 0."""
 
-    marks: Annotated[str, MaxLength(MAX_OBJECTS)]
+    marks: tuple[str, ...]
+    """One text, divided into texts that a message may have."""
 
 
 @dataclass(frozen=True)
@@ -284,12 +285,13 @@ def build_receiver(python: str, request: Mapping[str, Any]) -> tuple[list[str], 
 
 def check_request(request: Missing, num_offered: int) -> list[int]:
     """Return the numbers of the requested objects. Raises ProtocolError."""
-    if len(request.marks) != num_offered or not {*request.marks} <= {"0", "1"}:
-        received = shorten(request.marks)
+    marks = "".join(request.marks)
+    if len(marks) != num_offered or not {*marks} <= {"0", "1"}:
+        received = shorten(marks)
         raise ProtocolError(
             f"received the marks {received}, expected 0 or 1 for each of {num_offered} objects"
         )
-    return [number for number, mark in enumerate(request.marks) if mark == "1"]
+    return [number for number, mark in enumerate(marks) if mark == "1"]
 
 
 def _send_files(

@@ -5,16 +5,16 @@ standard library of Python 3.8 or newer. The first input is the request: compres
 as many bytes as the argument says. The node then lists its missing objects, receives exactly their bytes in
 that order, and reports when everything is in place. Responses are frames, lines of `@csdctl-KIND JSON`:
 
-    missing {"marks": "01…"}    send the objects of the manifest with a 1
-    progress {}                 heartbeat. Expects no reply
-    damaged {"number": 7}       the end: object 7 has another SHA-256
-    result {…}    error {…}     the end
+    missing {"marks": ["01…", …]}  send the objects of the manifest with a 1, of all texts in order
+    progress {}                    heartbeat. Expects no reply
+    damaged {"number": 7}          the end: object 7 has another SHA-256
+    result {…}    error {…}        the end
 
 The host has checked the names in the manifest (shipping/deliver.py). Existing files are compared by content,
 never only by time or size.
 
     .csdctl/objects/NAME            a file, addressed by content. NAME begins with its SHA-256
-    .csdctl/objects/NAME.part       while it is received
+    .csdctl/objects/NAME.part       until it is synced
     .csdctl/trees/ID-xxxxxxxx/      a tree, of hard links to objects. Its destination is a link to it
     .csdctl/trees/ID-xxxxxxxx.link  its destination. The tree is in use while that links to it
 
@@ -45,6 +45,10 @@ OBJECTS = STATE + b"/objects"
 TREES = STATE + b"/trees"
 STORE_LOCK = STATE + b"/receive.lock"
 MACHINE_LOCK = STATE + b"/lock"
+SYNC_BYTES = 8 << 20
+"""Objects are synced together when they have as many bytes. An interruption loses fewer."""
+MAX_MARKS = 1 << 16
+"""The longest text that the host takes."""
 SILENCE_S = 120.0
 """The longest silence of the host before this command ends on its own."""
 NO_LINK = (errno.EMLINK, errno.EPERM, errno.EXDEV, errno.EOPNOTSUPP, errno.ENOSYS, errno.EACCES)
@@ -222,18 +226,23 @@ class Receiver:
         return [n for n, expected in objects if expected in needed and not matches(expected.path, expected)]
 
     def receive(self, missing: list[int]) -> None:
-        """Receive, verify and sync objects. After a full disk, nothing of them remains.
-
-        An object that has arrived whole has its name at once: every deploy compares it by content again.
-        """
+        """Receive, verify, sync and rename objects. After a full disk, nothing of them remains."""
         make_private(OBJECTS)
         self.report(missing)
+        arrived: list[ManifestObject] = []
+        num_bytes = 0
         try:
             for number in missing:
                 if not receive_object(self.objects[number]):
                     respond("damaged", number=number)
                     raise SystemExit(1)
-            sync([self.objects[number].path for number in missing])
+                arrived.append(self.objects[number])
+                num_bytes += self.objects[number].size
+                if num_bytes >= SYNC_BYTES or number == missing[-1]:
+                    sync([expected.part for expected in arrived])
+                    for expected in arrived:
+                        os.replace(expected.part, expected.path)
+                    arrived, num_bytes = [], 0
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 for number in missing:
@@ -247,11 +256,12 @@ class Receiver:
         marks = ["0"] * len(self.objects)
         for number in missing:
             marks[number] = "1"
-        respond("missing", marks="".join(marks))
+        starts = range(0, len(marks), MAX_MARKS)
+        respond("missing", marks=["".join(marks[start : start + MAX_MARKS]) for start in starts])
 
 
 def receive_object(expected: ManifestObject) -> bool:
-    """Read an object. Return whether its hash is right, and give it its name then."""
+    """Read an object into its part. Return whether its hash is right."""
     with contextlib.suppress(FileNotFoundError):
         os.unlink(expected.part)
     flags = os.O_WRONLY | os.O_NOFOLLOW | os.O_CREAT | os.O_EXCL
@@ -262,21 +272,19 @@ def receive_object(expected: ManifestObject) -> bool:
             digest.update(chunk)
             part.write(chunk)
             num_written += len(chunk)
-            if num_written >= 8 << 20:
+            if num_written >= SYNC_BYTES:
                 # Starts writing the pages, so that a later sync is fast.
                 os.posix_fadvise(part.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
                 num_written = 0
         os.fchmod(part.fileno(), expected.mode)
     is_right = digest.hexdigest() == expected.sha256
-    if is_right:
-        os.replace(expected.part, expected.path)
-    else:
+    if not is_right:
         os.unlink(expected.part)
     return is_right
 
 
 def sync(paths: list[bytes]) -> None:
-    """Sync files to disk, so that a tree survives a power cut intact."""
+    """Sync files to disk, so that a file with its final name survives a power cut intact."""
     flush: Any = os.fsync
     if len(paths) > 32:  # one sync of the file system is faster than one per file
         with contextlib.suppress(ImportError, AttributeError, OSError):  # none in this Python

@@ -39,17 +39,17 @@ PATIENT = AnswerLimits(silence_s=scaled(60), whole_s=scaled(60))
 FOR_EVER = {
     "progress": "while True: say('progress'); time.sleep(0.6)",
     "progress without pause": "while True: say('progress')",
-    "more of nothing": "while True: say('missing', marks='0')",
-    "the same again": "while True: say('missing', marks='1'); sys.stdin.buffer.read(9)",
+    "more of nothing": "while True: say('missing', marks=['0'])",
+    "the same again": "while True: say('missing', marks=['1']); sys.stdin.buffer.read(9)",
     "a line without end": "while True: sys.stdout.write('x' * 65536)",
     "silence": "time.sleep(3600)",
-    "no reading": "say('missing', marks='1'); time.sleep(3600)",
+    "no reading": "say('missing', marks=['1']); time.sleep(3600)",
 }
 WRONG = {
     "refused an object": "say('error', message={'a': 1})",
     "an unknown kind": "say('mine')",
-    "more than was offered": "say('missing', marks='11')",
-    "other marks": "say('missing', marks='x')",
+    "more than was offered": "say('missing', marks=['11'])",
+    "other marks": "say('missing', marks=['x'])",
     "numbers for marks": "say('missing', marks=[1])",
     "failed without a number": "say('damaged')",
     "damage of what was not offered": "say('damaged', number=7)",

@@ -108,7 +108,7 @@ def _frames(content: bytes, directory: Path) -> None:
 FRAMES = b"""\
 a line of a library
 @csdctl-progress {}
-@csdctl-missing {"marks": "11010"}
+@csdctl-missing {"marks": ["110", "10"]}
 @csdctl-damaged {"number": 3}
 @csdctl-error {"message": "it is locked", "remedy": "wait", "exit_code": 2}
 @csdctl-data YWJj

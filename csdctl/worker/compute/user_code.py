@@ -13,6 +13,8 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
+from importlib import machinery
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -86,11 +88,30 @@ def import_roots(roots: Sequence[str]) -> None:
                 importlib.import_module(root.name)
 
 
+class _SourceLoader(machinery.SourceFileLoader):
+    """Compiles the source: Python takes any .pyc file of a source with the same size and time."""
+
+    def path_stats(self, path: str) -> Mapping[str, Any]:
+        """Raise OSError: no .pyc file is read or written."""
+        raise OSError
+
+
+@cache
 def _search(directory: Path) -> None:
-    """Import modules from `directory` first. No .pyc files are written beside them."""
-    sys.dont_write_bytecode = True
-    if str(directory) not in sys.path:
-        sys.path.insert(0, str(directory))
+    """Import modules from `directory` first, and compile those below it, except for installed packages."""
+    find = machinery.FileFinder.path_hook(
+        (machinery.ExtensionFileLoader, machinery.EXTENSION_SUFFIXES),
+        (_SourceLoader, machinery.SOURCE_SUFFIXES),
+    )
+
+    def find_below(path: str) -> Any:
+        if not Path(path).is_relative_to(directory) or "-packages/" in f"{path}/":
+            raise ImportError
+        return find(path)
+
+    sys.path_hooks.insert(0, find_below)
+    sys.path_importer_cache.pop(str(directory), None)
+    sys.path.insert(0, str(directory))
 
 
 def import_packed(archive: str, modules: Sequence[str]) -> dict[str, Any]:

@@ -7,8 +7,9 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,10 @@ from csdctl.shipping.deliver import (
     Delivery,
     DeliveryProgress,
     FileTree,
+    Missing,
     TreeRequest,
     build_receiver,
+    check_request,
     deliver,
     is_ignored,
     pack_payload,
@@ -33,6 +36,7 @@ from csdctl.shipping.store import OBJECTS, hash_file, store_bytes
 from csdctl.standalone import receive
 from csdctl.transport.local import LocalSession
 from csdctl.transport.ssh import connect
+from csdctl.worker.protocol.json_codec import from_json
 from tests.fake_session import FakeSession
 from tests.unit.shipping.conftest import Machine, content_of, fill, parts, send, send_tree
 from tests.unit.transport.conftest import NASTY_NAMES
@@ -237,16 +241,16 @@ class TestFaults:
         self, node: Machine, host: Path
     ) -> None:
         session, home = node
-        files = [store_bytes(os.urandom(3_000_000), ".bin", host) for _ in range(2)]
+        files = [store_bytes(os.urandom(9_000_000), ".bin", host) for _ in range(2)]
 
         def interrupt(progress: DeliveryProgress) -> None:
-            if progress.bytes_sent > 5_000_000:
+            if progress.bytes_sent > 16_000_000:
                 raise KeyboardInterrupt
 
         with pytest.raises(KeyboardInterrupt):
             send(session, *files, on_progress=interrupt)
-        (home / f"{files[1].path}.part").write_bytes(bytes(3_000_000))
-        assert send(session, *files) == Delivery(1, 3_000_000, 1)
+        (home / f"{files[1].path}.part").write_bytes(bytes(9_000_000))
+        assert send(session, *files) == Delivery(1, 9_000_000, 1)
         assert [hash_file(home / file.path) for file in files] == [file.sha256 for file in files]
         assert not parts(home)
 
@@ -323,7 +327,44 @@ class TestNames:
         done = subprocess.run(
             command, input=first, cwd=tmp_path, env=environment, capture_output=True, check=True
         )
-        assert b'"marks": "111"' in done.stdout
+        assert b'"marks": ["111"]' in done.stdout
+
+
+def test_marks_of_very_many_objects_are_understood(capsys: pytest.CaptureFixture[str]) -> None:
+    objects = [[f"{number:064x}", 0, 0o600] for number in range(200_000)]
+    receive.Receiver({"objects": objects, "trees": [], "keep": []}).report([0, 65_536, 199_999])
+    request = from_json(Missing, capsys.readouterr().out.removeprefix("@csdctl-missing "))
+    assert check_request(request, 200_000) == [0, 65_536, 199_999]
+
+
+def test_file_has_its_name_only_once_it_is_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the next deploy, which finds it by content, takes it for one that survives a power cut."""
+    monkeypatch.chdir(tmp_path)
+    names = [sha256(content).hexdigest() for content in (b"whole", b"cut")]
+    objects = [[names[0], 5, 0o600], [names[1], 3, 0o600]]
+    receiver = receive.Receiver({"objects": objects, "trees": [], "keep": [0, 1]})
+    stored, syncing = tmp_path / OBJECTS, list[list[str]]()
+    stored.mkdir(parents=True)
+
+    def read_input(num_bytes: int) -> Iterator[bytes]:
+        if num_bytes == 3:
+            raise BrokenPipeError
+        yield b"whole"
+
+    def sync(handle: int) -> None:
+        syncing.append([Path(os.readlink(f"/proc/self/fd/{handle}")).name, *os.listdir(stored)])
+        if len(syncing) == 1:
+            raise BrokenPipeError
+
+    monkeypatch.setattr(receive, "read_input", read_input)
+    monkeypatch.setattr(os, "fsync", sync)
+    for num_synced, expected in ((1 << 20, set[str]()), (5, set[str]()), (5, {names[0]})):
+        monkeypatch.setattr(receive, "SYNC_BYTES", num_synced)
+        with pytest.raises(BrokenPipeError):  # by the second object, by the first sync, by the second object
+            receiver.receive([0, 1])
+        assert {*os.listdir(stored)} & {*names} == expected
+    assert [parts[0] for parts in syncing] == [f"{names[0]}.part"] * 2
+    assert not any(names[0] in parts for parts in syncing)
 
 
 @pytest.mark.parametrize("destination", [".csdctl", "./.csdctl/objects"])

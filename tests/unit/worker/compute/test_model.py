@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -244,6 +245,23 @@ def test_atexit_handlers_of_user_code_run(tmp_path: Path) -> None:
         [sys.executable, "-m", "csdctl.worker", "build"], input=f"{request}\n".encode(), check=True
     )
     assert (tmp_path / "at-the-end").exists()
+
+
+def test_code_in_place_of_other_code_of_the_same_size_and_time_is_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
+    shown = "print(VALUE, beside_it.VALUE, parts.VALUE, parts.deep.VALUE)"
+    loads = f"from csdctl.worker.compute.user_code import *; import_file(Path({str(tmp_path / 'mine.py')!r}))"
+    for value, program in enumerate(("import mine", loads)):  # the first is the user's own, with .pyc files
+        for name in ("mine.py", "beside_it.py", "parts/__init__.py", "parts/deep.py"):
+            (tmp_path / name).parent.mkdir(exist_ok=True)
+            imports = f"import beside_it, parts.deep; {shown}\n" * (name == "mine.py")
+            (tmp_path / name).write_text(f"VALUE = {value}\n{imports}")
+            os.utime(tmp_path / name, (1, 1))
+        run = partial(subprocess.run, cwd=tmp_path, check=True, capture_output=True, text=True)
+        assert run([sys.executable, "-c", program]).stdout == f"{value} {value} {value} {value}\n"
+    assert (tmp_path / "__pycache__").exists()
 
 
 class Runs:
