@@ -27,7 +27,7 @@ from csdctl.job.model import load_job
 from csdctl.tuning.plan import load_plan
 from csdctl.worker.protocol.features import FLOAT32
 from csdctl.workflows.data.prepare import prepare_in
-from csdctl.workflows.train.spec import RunContext, read_plan
+from csdctl.workflows.train.resolved import RunContext, read_plan
 from csdctl.workflows.train.strategies import FeatureStrategy, compute_features
 from csdctl.workflows.workspace.event_stream import EventStream, WorkProgressed
 from csdctl.workflows.workspace.workspace import open_workspace

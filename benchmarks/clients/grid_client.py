@@ -22,7 +22,7 @@ from csdctl.shipping.store import pack_worker, store_bytes
 from csdctl.transport.meter import TrafficClass
 from csdctl.tuning.plan import load_plan
 from csdctl.workflows.data.prepare import prepare_job
-from csdctl.workflows.train.spec import RunContext
+from csdctl.workflows.train.resolved import RunContext
 from csdctl.workflows.tune.tuning_run import run_trial
 from csdctl.workflows.workspace.event_stream import EventStream
 from csdctl.workflows.workspace.workspace import open_workspace
