@@ -18,7 +18,7 @@ from csdctl.documents import check_values, parse_json_document
 from csdctl.errors import InputError
 from csdctl.fleet.model import HOST_NAME, Fleet, Node, select_names
 from csdctl.fleet.names import ADDRESS, AN_ADDRESS, GROUP, NAME, format_node_names
-from csdctl.fleet.openssh import Target, quote_value
+from csdctl.fleet.openssh import Target, read_arguments
 
 MAX_HOSTS = 10_000
 MAX_GROUPS = 1000
@@ -83,8 +83,10 @@ def parse_inventory(text: str, name: str) -> Inventory:
         if sum(map(len, members.values())) > MAX_MEMBERS:
             raise InputError(f"{name} has more than {MAX_MEMBERS:,} hosts in groups")
     hosts = dict.fromkeys([*(host for group in groups.values() for host in group.hosts), *variables])
-    innermost_first = sorted(members, key=lambda group: (len(members[group]), group))
-    groups_of = {host: [group for group in innermost_first if host in members[group]] for host in hosts}
+    groups_of: dict[str, list[str]] = {host: [] for host in hosts}
+    for group in sorted(members, key=lambda group: (len(members[group]), group)):  # innermost first
+        for host in members[group]:
+            groups_of[host].append(group)
     return Inventory(name, groups_of, variables)
 
 
@@ -170,13 +172,12 @@ def _read_arguments(variables: Variables, where: str) -> tuple[str, ...]:
     user = _read_text(variables, where, "ansible_user", "ansible_ssh_user")
     key = _read_text(variables, where, "ansible_private_key_file", "ansible_ssh_private_key_file")
     try:
-        # `ssh` ignores an -i whose file is missing.
-        options = {"-p": port, "-l": user, "-o": key and f"IdentityFile={quote_value(key)}"}
+        options = {"-p": port, "-l": user, "-i": key}
+        given = [word for option, value in options.items() if value for word in (option, value)]
         general, common, extra = (shlex.split(_read_text(variables, where, name)) for name in _ARGUMENTS)
+        return read_arguments([*general, *given, *common, *extra])[0]
     except ValueError as error:
         raise InputError(f"{where}: its arguments of ssh cannot be read: {error}") from None
-    given = [word for option, value in options.items() if value for word in (option, value)]
-    return (*general, *given, *common, *extra)
 
 
 def render_inventory(fleet: Fleet, ssh_options: Mapping[str, Sequence[str]]) -> str:

@@ -5,6 +5,7 @@ get the fleet as an ssh_config or as options, which check the same host keys and
 csdctl's own connections, and never prompt.
 """
 
+import getopt
 import getpass
 import glob
 import os
@@ -22,6 +23,11 @@ from csdctl.fleet.names import ADDRESS, AN_ADDRESS, USER
 
 _MAX_FILES = 200
 """Files that an ssh_config includes, directly or through others."""
+_LETTERS = "1246ab:c:e:fgi:kl:m:no:p:qstvxAB:CD:E:F:GI:J:KL:MNO:P:Q:R:S:TVw:W:XYy"
+"""The options of ssh, as getopt takes them."""
+_CONNECTING = {"-4", "-6", "-b", "-B", "-c", "-F", "-I", "-i", "-J", "-l", "-m", "-o", "-p"}
+"""Arguments that define how a machine is reached. Others define what to do there."""
+_READ = {"hostname", "identitiesonly", "identityfile", "port", "proxycommand", "proxyjump", "user"}
 _IGNORED = {
     *("addressfamily", "bindaddress", "bindinterface", "certificatefile", "ciphers", "forwardagent"),
     *("hostkeyalgorithms", "hostkeyalias", "identityagent", "kexalgorithms", "knownhostscommand", "macs"),
@@ -72,6 +78,26 @@ def list_aliases(path: Path) -> list[str]:
     return list(aliases)
 
 
+def read_arguments(words: Sequence[str]) -> tuple[tuple[str, ...], str, list[str]]:
+    """Return the arguments of `ssh` that define how a machine is reached, the value of -W, and the operands.
+
+    `Match exec`, which runs a program, is never among them. Raises ValueError for unknown options.
+    """
+    try:
+        options, operands = getopt.gnu_getopt(list(words), _LETTERS)
+    except getopt.GetoptError as error:
+        raise ValueError(error.msg) from None
+    connecting: list[str] = []
+    for letter, value in options:
+        if letter == "-o" and re.split(r"[\s=]", value.strip())[0].lower() not in _READ | _IGNORED:
+            continue
+        if letter == "-i":
+            connecting += ["-o", f"IdentityFile={quote_value(value)}"]  # ssh drops an -i with a missing file
+        elif letter in _CONNECTING:
+            connecting += [letter, value] if value else [letter]
+    return tuple(connecting), dict(options).get("-W", ""), operands
+
+
 def quote_value(text: str) -> str:
     """Quote `text` as a value of an ssh_config. Raises ValueError if that is impossible."""
     if any(part in text for part in ('"', "\\", "\n", "\r", "${")):
@@ -92,16 +118,12 @@ def parse_proxy_command(command: str) -> tuple[str, ...] | None:
     """Return the words after `ssh` of `ssh -W %h:%p [user@]gateway`. None for any other ProxyCommand."""
     try:
         program, *words = shlex.split(command.removeprefix("exec "))
+        arguments, forwards_to, operands = read_arguments(words)
     except ValueError:
         return None
-    forwards = [number for number, word in enumerate(words) if re.fullmatch(r"-\w*W", word)]
-    if Path(program).name != "ssh" or len(forwards) != 1:
+    if Path(program).name != "ssh" or forwards_to not in ("%h:%p", "[%h]:%p") or len(operands) != 1:
         return None
-    target = forwards[0] + 1
-    if words[target : target + 1] not in (["%h:%p"], ["[%h]:%p"]):
-        return None
-    words[target] = "localhost:22"  # `ssh -G` takes no tokens there
-    return tuple(word.replace("%%", "%") for word in words)
+    return (*(word.replace("%%", "%") for word in arguments), "--", *operands)
 
 
 def build_node(target: Target, settings: SshSettings, keys: Sequence[Path], jump: Node | None) -> Node:

@@ -213,15 +213,21 @@ class TestAnsible:
         with pytest.raises(InputError, match="csd0: '-oProxyCommand=x' is not a valid address"):
             from_ansible(tmp_path, csd0={"ansible_host": "-oProxyCommand=x"})
 
-    @pytest.mark.parametrize("words", ["-o \"Match exec 'touch ran'\"", "-o 'Include config'", "-Z", "-V"])
-    def test_arguments_that_ssh_refuses_are_an_error_and_run_no_program(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: str
+    @pytest.mark.parametrize("option", ["Match exec 'touch ran'", "Match=exec 'touch ran'", "Include config"])
+    def test_arguments_of_an_inventory_run_no_program(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str
     ) -> None:
+        """They write no file either, and name no other machine."""
         monkeypatch.chdir(tmp_path)
         (tmp_path / "config").write_text("Match exec 'touch ran'\n")
-        with pytest.raises(InputError, match=r"csd0: `ssh -G .*` failed"):
-            from_ansible(tmp_path, csd0={"ansible_ssh_extra_args": words})
-        assert not (tmp_path / "ran").exists()
+        words = f'-o "{option}" -E log -O exit other.example'
+        imported = from_ansible(tmp_path, csd0={"ansible_user": "me", "ansible_ssh_extra_args": words})
+        assert [(node.user, node.address) for node in imported.fleet.nodes] == [("me", "csd0")]
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["config", "hosts"]
+
+    def test_unknown_argument_of_ssh_is_refused(self, tmp_path: Path) -> None:
+        with pytest.raises(InputError, match="csd0: its arguments of ssh cannot be read: option -Z"):
+            from_ansible(tmp_path, csd0={"ansible_ssh_extra_args": "-Z"})
 
     def test_ignored_settings_of_a_jump_host_are_reported_with_its_name(self, tmp_path: Path) -> None:
         command = "-o 'ProxyCommand=ssh -o HostKeyAlias=x -W %h:%p gate'"
