@@ -235,8 +235,11 @@ def test_key_of_fit_has_a_remedy_of_its_own(write: Write, line: str, remedy: str
     ("old", "new", "message"),
     [
         ("l2_norm_clip: 1.0", "l2_norm_clip: 0", "l2_norm_clip"),
+        ("l2_norm_clip: 1.0", "l2_norm_clip: .inf", "l2_norm_clip"),
         ("noise_multiplier: 8.0", "noise_multiplier: 0", "noise_multiplier"),
+        ("noise_multiplier: 8.0", "noise_multiplier: .nan", "noise_multiplier"),
         ("delta: 1.0e-5", "delta: 1", "delta"),
+        (", delta: 1.0e-5", "", "delta"),
         ("noise_multiplier", "multiplier", "noise_multiplier"),
     ],
 )

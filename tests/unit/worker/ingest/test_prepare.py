@@ -221,6 +221,7 @@ def cut(path: Path, stop: int) -> None:
 
 UNREADABLE: dict[str, Callable[[Path], Any]] = {
     "truncated npy": lambda root: (write_npy(root), cut(root / "images.npy", -1)),
+    "pickled npz": lambda root: write_npz(root, x=np.array([{}] * 6, dtype=object), y=LABELS),
     "pickled npy": lambda root: write_npy(root, labels=np.array([{"a": 1}] * 6, dtype=object)),
     "number in npz": lambda root: write_npz(root, x=np.array(1), y=np.array(2)),
     "garbled npz": lambda root: (

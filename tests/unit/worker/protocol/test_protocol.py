@@ -268,10 +268,9 @@ def test_text_of_a_failure_is_cut_and_can_be_shown() -> None:
     ("valid", "change"),
     [
         *((RESULT, {"step_time_s": time_s}) for time_s in (0, -0.1, math.nan, math.inf, 1e300, "0.1")),
-        *(
-            (INFO, change)
-            for change in ({"num_samples": -1}, {"sample_shape": "28"}, {"fingerprint": "x" * 300})
-        ),
+        *((INFO, {"num_samples": number}) for number in (-1, 10**18)),
+        *((INFO, {"sample_shape": shape}) for shape in ("28", [-1], [1] * 33)),
+        *((INFO, change) for change in ({"max_label": -2}, {"fingerprint": "x" * 300})),
     ],
     ids=str,
 )
