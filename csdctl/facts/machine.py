@@ -180,7 +180,9 @@ def _parse_outputs(facts: Sequence[Fact], output: str, machine: str) -> tuple[di
     notes: list[str] = []
     for fact in facts:
         try:
-            values.update(fact.parse(texts.get(fact.name, "")))
+            values_of_fact: dict[str, Any] = dict(fact.parse(texts.get(fact.name, "")))
+            notes += values_of_fact.pop("notes", ())
+            values.update(values_of_fact)
         except (ValueError, ArithmeticError, RecursionError) as error:
             invalid = list_invalid(error).values() if isinstance(error, ValidationError) else [str(error)]
             notes.append(shorten(f"{fact.name} unknown: {'; '.join(invalid)}", MAX_NOTE))
@@ -227,8 +229,15 @@ def parse_disk_free(output: str) -> FactValues:
 
 
 def parse_limits(output: str) -> FactValues:
-    """Return the tightest limits of control groups, CPU affinity and the environment, and of processes."""
-    _require(output)
+    """Return limits of processes, and the tightest of control groups, CPU affinity and environment."""
+    limits = {"limits": tuple(parse_process_limits(_require(output)).items())}
+    try:
+        return {**limits, **_find_tightest(output)}
+    except (ValueError, ArithmeticError) as error:
+        return {**limits, "notes": (shorten(f"limits unknown: {error}", MAX_NOTE),)}
+
+
+def _find_tightest(output: str) -> FactValues:
     cpus: list[float] = []
     sizes: list[float] = []
     quota_us = 0
@@ -252,11 +261,7 @@ def parse_limits(output: str) -> FactValues:
                 sizes.append(int(limit))
     # cgroup v1 represents "no limit" as a number near 2⁶³.
     limits = [int(size) for size in sizes if size < 1 << 60]
-    return {
-        "cpu_limit": float(min(cpus)) if cpus else None,
-        "memory_limit_bytes": min(limits, default=None),
-        "limits": tuple(parse_process_limits(output).items()),
-    }
+    return {"cpu_limit": float(min(cpus)) if cpus else None, "memory_limit_bytes": min(limits, default=None)}
 
 
 def _positive(text: str, name: str) -> float:
@@ -400,7 +405,6 @@ def parse_facts(
 ) -> FactsT:
     """Return what `kind` allows of the output of `facts`, with notes on what is unknown or ignored. Pure."""
     values, notes = _parse_outputs(facts, output, name)
-    notes += values.pop("notes", ())
     if values.get("file_system") in NETWORK_FILE_SYSTEMS:
         place = f"the directory of prepared data is on {values['file_system']}, which other machines may read"
         notes.append(f"{place}: `state` in fleet.yaml names another one")

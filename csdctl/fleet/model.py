@@ -167,6 +167,9 @@ class PowerSource(Document):
             value = {"source": "constant", "watts": watts[1]} if watts else {"source": value}
         elif isinstance(value, int | float) and not isinstance(value, bool):
             value = {"source": "constant", "watts": value}
+        if isinstance(value, dict) and (source := value.get("source")) in ("ipmi", "hwmon", "csv"):
+            instead = "write `source: command`, with a `command` from docs/how-to/energy.md"
+            raise ValueError(f"source {source} no longer exists: {instead}")
         return value
 
     @model_validator(mode="after")

@@ -129,17 +129,20 @@ def resolve_targets(targets: Sequence[openssh.Target], warnings: Mapping[str, li
 class _Resolver:
     """Resolves a target and its jump hosts with `ssh -G`."""
 
-    def __init__(self, name: str, query: Callable[[str, tuple[str, ...]], openssh.SshSettings]) -> None:
+    def __init__(self, name: str, query: Callable[[tuple[str, ...]], openssh.SshSettings]) -> None:
         self.notes: list[str] = []
         self._name = name
         self._query = query
-        self._defaults = query("localhost", ("-F", "none", "localhost"))
+        self._defaults = query(("-F", "none", "localhost"))
 
     def resolve(self, target: openssh.Target, hops_left: int, before: Node | None = None) -> Node:
         """Return the node for `target`, behind `before`. Raises InputError for unsupported settings."""
         if not hops_left:
             raise InputError(f"{self._name}: more than {MAX_HOPS} jump hosts, or a cycle of jumps")
-        settings = self._query(self._name, target.words)
+        try:
+            settings = self._query(target.words)
+        except InputError as error:
+            raise InputError(f"{self._name}: {error}") from None
         if not target.name:
             target = replace(target, name=name_hop(settings.get("host", settings["hostname"])[0]))
         keys = openssh.list_keys(settings, self._defaults, Path.home())
@@ -173,7 +176,7 @@ class _Resolver:
         return before
 
 
-def _query(name: str, words: tuple[str, ...]) -> openssh.SshSettings:
+def _query(words: tuple[str, ...]) -> openssh.SshSettings:
     """Return what `ssh -G` prints for `words`. Raises InputError with its message."""
     try:
         query = _run(["ssh", "-G", *words], SSH_DEADLINE_S, remedy="a `Match exec` in an ssh_config may hang")
@@ -182,7 +185,7 @@ def _query(name: str, words: tuple[str, ...]) -> openssh.SshSettings:
     settings = openssh.parse_settings(query.stdout)
     if query.returncode or "hostname" not in settings:
         [line, *_] = [*query.stderr.strip().splitlines(), "no message"]
-        raise InputError(f"{name}: `{shlex.join(['ssh', '-G', *words])}` failed: {line}")
+        raise InputError(f"`{shlex.join(['ssh', '-G', *words])}` failed: {line}")
     return settings
 
 

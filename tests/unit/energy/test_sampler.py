@@ -106,10 +106,11 @@ class TestFleetFile:
         ("power", "said"),
         [
             ("command", "source command needs `command`, and no other source uses it"),
+            ("ipmi", "source ipmi no longer exists: write `source: command`, with a `command` from"),
             ("{source: rapl, watts: 0}", "source constant needs `watts`, and no other source uses it"),
             ("{source: rapl, on_host: true}", "only source command uses `on_host`"),
             ("-3", "watts"),
-            ("ipmi", "must be 'rapl', 'constant' or 'command'"),
+            ("wind", "must be 'rapl', 'constant' or 'command'"),
         ],
     )
     def test_source_that_cannot_be_is_refused(self, tmp_path, power, said):

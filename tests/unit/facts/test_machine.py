@@ -267,9 +267,10 @@ def test_tightest_limit_wins(lines: str, cpu_limit: float | None, memory_limit: 
     assert (limits["cpu_limit"], limits["memory_limit_bytes"]) == (cpu_limit, memory_limit)
 
 
-def test_invalid_limit_in_the_environment_is_reported() -> None:
-    with pytest.raises(ValueError, match="CSDCTL_CPU_LIMIT"):
-        parse_limits("cpu_environment nan")
+def test_invalid_limit_in_the_environment_is_reported_and_limits_of_processes_are_known() -> None:
+    limits = parse_limits("Max open files 16 16 files\ncpu_environment nan")
+    problem = "limits unknown: CSDCTL_CPU_LIMIT is 'nan' there, expected a positive number"
+    assert limits == {"limits": (("open files", 16),), "notes": (problem,)}
 
 
 def test_disk_with_a_space_in_its_mount_point_is_read() -> None:

@@ -50,12 +50,27 @@ def open_image(content: bytes) -> Any:
     name = next((name for magic, name in MAGIC.items() if content.startswith(magic)), "")
     if not name:
         return None
+    if name == "Png":
+        content = _strip_ancillary_chunks(content)
     # Not Image.open: its limit of pixels is not the one of the job.
     reader = getattr(getattr(_import_pillow(), f"{name}ImagePlugin"), f"{name}ImageFile")
     try:
         return reader(io.BytesIO(content))
+    except MemoryError:
+        raise
     except Exception:  # they are of many types
         raise ValueError(f"{name} is damaged") from None
+
+
+def _strip_ancillary_chunks(png: bytes) -> bytes:
+    """Return a PNG without what its pixels do not need: Pillow refuses damage there, and long text."""
+    kept, start = [png[:8]], 8
+    while start < len(png):
+        end = start + 12 + int.from_bytes(png[start : start + 4])  # length, name, data, checksum
+        if not png[start + 4 : start + 5].islower() or png[start + 4 : start + 8] == b"tRNS":
+            kept.append(png[start:end])
+        start = end
+    return b"".join(kept)
 
 
 def upright_size(image: Any) -> tuple[int, int]:
@@ -105,7 +120,7 @@ class ImageDecoder:
                 raise UnusableError("too_large")
             with self._large_image if num_pixels > LARGE_PIXELS else nullcontext():
                 return self._fit(self._load(image))
-        except UnusableError:
+        except (UnusableError, MemoryError):
             raise
         except Exception:  # Pillow's are of many types
             raise UnusableError("undecodable") from None
@@ -121,9 +136,13 @@ class ImageDecoder:
             # The decoder itself reduces the image, which saves most work.
             image.draft("RGB", [SPARE_SCALE * max(self._size)] * 2)
         image.load()
-        with suppress(Exception):  # damage of the EXIF data does not matter
-            if image.format == "JPEG":
+        if image.format == "JPEG":
+            try:
                 return self._pillow.ImageOps.exif_transpose(image)
+            except MemoryError:
+                raise
+            except Exception:  # damage of the EXIF data does not matter
+                return image
         if image.format == "BMP":  # its fourth byte is rarely alpha
             return image.convert("RGB")
         if image.mode.startswith("I;16"):  # of which convert() keeps the lower bits

@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from csdctl.errors import InputError, NoNodeReachableError
+from csdctl.fleet import openssh
 from csdctl.fleet.ansible import parse_inventory
 from csdctl.fleet.fleet_file import load_fleet
 from csdctl.fleet.model import Fleet, Node
@@ -235,6 +236,22 @@ class TestAnsible:
         assert from_ansible(tmp_path, **hosts).warnings == (
             "csd[0-9]: jump host gate: hostkeyalias x is ignored",
         )
+
+    def test_ssh_is_asked_once_for_a_jump_host_of_several_nodes(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        queried = list[tuple[str, ...]]()
+
+        def query(words: tuple[str, ...]) -> openssh.SshSettings:
+            queried.append(words)
+            return original(words)
+
+        original = inventory._query
+        monkeypatch.setattr(inventory, "_query", query)
+        monkeypatch.setattr(inventory.os, "cpu_count", lambda: 1)
+        command = "-o 'ProxyJump=gate'"
+        from_ansible(tmp_path, **{f"csd{n}": {"ansible_ssh_common_args": command} for n in range(3)})
+        assert sum("gate" in words for words in queried) == 1
 
 
 class TestThereAndBack:

@@ -3,6 +3,8 @@
 import io
 import os
 import shutil
+import struct
+import zlib
 from dataclasses import replace
 from pathlib import Path
 
@@ -115,6 +117,17 @@ class TestFormats:
         Image.fromarray(flat(8, 8, 9, 9, 9)).save(content, "JPEG", exif=b"Exif\0\0MM\0*\0\0\0\x08\xff\xff")
         assert np.unique(decode(content.getvalue(), 8, 8, 3)).tolist() == [9]
 
+    @pytest.mark.parametrize("chunk", [(b"zTXt", b"x\0\0" + zlib.compress(bytes(2 << 20))), (b"gAMA", b"1")])
+    def test_long_text_and_damaged_chunks_beside_the_pixels_do_not_matter(
+        self, chunk: tuple[bytes, bytes]
+    ) -> None:
+        name, data = chunk
+        inserted = struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+        content = png(INDICES, transparency=2)
+        assert np.array_equal(
+            decode(content[:33] + inserted + content[33:], 2, 3, 3), decode(content, 2, 3, 3)
+        )
+
 
 class TestUnusableImages:
     def test_huge_image_is_not_decoded(self) -> None:
@@ -134,6 +147,15 @@ class TestUnusableImages:
     )
     def test_damaged_image_is_undecodable(self, content: bytes) -> None:
         assert reason(content) == "undecodable"
+
+    @pytest.mark.parametrize("function", ["_load", "_fit"])
+    def test_lack_of_memory_is_no_damage(self, monkeypatch: pytest.MonkeyPatch, function: str) -> None:
+        def allocate(*_: object) -> None:
+            raise MemoryError
+
+        monkeypatch.setattr(ImageDecoder, function, allocate)
+        with pytest.raises(MemoryError):
+            decode(png(colours(4, 4)), 4, 4, 3)
 
     @pytest.mark.parametrize("content", [b"RIFF0000WEBPVP8 ", b"hello"])
     def test_other_file_has_another_format(self, content: bytes) -> None:
