@@ -20,8 +20,9 @@ STEPPING = (TRAIN, TRAIN_SPLIT, TRIAL, TRIAL_SPLIT)
 
 SUM_BYTES, SUM_RANKS = "sum_bytes", "sum_ranks"
 """Arguments of a check: the sizes of vectors, and over how many ranks their sums are timed besides all."""
-ELEMENT_SPEC = "element_spec"
-"""Argument of a trial: the `DatasetInfo` whose shapes and types its random samples have."""
+ELEMENT_SPEC, RANGES = "element_spec", "ranges"
+"""Arguments of a trial: the `DatasetInfo` whose shapes and types its random samples have. By input, the
+smallest and largest value of each column, or of all."""
 
 AUTO, CPU, GPU = DEVICES = "auto", "cpu", "gpu"
 Device = Annotated[str, OneOf(DEVICES)]

@@ -28,7 +28,7 @@ from csdctl.worker.group.values import LinkLostError, PeerFaultError, RankLostEr
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.events import STATE, VERIFIED, Verified
 from csdctl.worker.protocol.recipe import BF16
-from csdctl.worker.protocol.run_spec import RankSpec
+from csdctl.worker.protocol.run_spec import RANGES, RankSpec
 from csdctl.worker.tasks.split import SplitParts
 from csdctl.worker.tasks.task import ModelTask, Task, TaskContext
 
@@ -258,13 +258,24 @@ class Verify(ModelTask):
     def draw(self, rank: int, count: int) -> tuple[Array, Array]:
         """Return the first `count` random samples of a rank, the same on every machine.
 
-        Each has an amplitude of its own: otherwise similar samples would have nearly equal gradients, and a
-        swapped sample would go unnoticed.
+        They are in the range of public data, if the task's arguments have it: a model may take the logarithm
+        of its input. Each has an amplitude of its own: otherwise similar samples would have nearly equal
+        gradients, and a swapped sample would go unnoticed.
         """
         generator = np.random.default_rng([self.spec.recipe.seed, rank])
         batch = random_batch(generator, self.element_spec, MAX_SAMPLES + 1, self.step.info.num_indices)
-        for values in fields_of(batch[0]).values():
-            values[...] = values * generator.random((len(values),) + (1,) * (values.ndim - 1))
+        ranges, limit = self.spec.task.arguments.get(RANGES, {}), self.step.info.num_indices
+        for name, values in fields_of(batch[0]).items():
+            amplitudes = generator.random((len(values),) + (1,) * (values.ndim - 1))
+            if name not in ranges:
+                values[...] = values * amplitudes
+                continue
+            low, high = np.array(ranges[name]).T
+            is_integer = values.dtype.kind in "iu"
+            if is_integer and limit is not None and values.ndim > 2:  # several inputs may have one range
+                high = np.minimum(high, limit - 1)
+            drawn = generator.random(values.shape) * amplitudes * (high - low + is_integer)
+            values[...] = low + (np.floor(drawn) if is_integer else drawn)
         return batch[0][:count], batch[1][:count]
 
     def _check_members(self, communicator: Communicator) -> None:

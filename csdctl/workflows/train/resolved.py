@@ -155,9 +155,14 @@ def _check_shards(placed: Sequence[Placed], context: RunContext, min_nodes: int)
 
 
 def resolve_random_run(
-    ranks: Sequence[RankPlan], context: RunContext, model: RunModel, task: str, element_spec: DatasetInfo
+    ranks: Sequence[RankPlan],
+    context: RunContext,
+    model: RunModel,
+    task: str,
+    element_spec: DatasetInfo,
+    ranges: Mapping[str, Any] | None = None,
 ) -> ResolvedRun:
-    """Return a run whose ranks take random samples of this form. It reads no data."""
+    """Return a run whose ranks take random samples of this form, in these ranges. It reads no data."""
     specs = [
         RankSpec(
             number,
@@ -177,7 +182,7 @@ def resolve_random_run(
         context,
         RunData(with_servers(specs, context.space.fleet)),
         model,
-        run_spec.TaskSpec(task, {run_spec.ELEMENT_SPEC: asdict(element_spec)}),
+        run_spec.TaskSpec(task, {run_spec.ELEMENT_SPEC: asdict(element_spec), run_spec.RANGES: ranges or {}}),
         context.prepared.recipe,
     )
 

@@ -234,7 +234,8 @@ class FeatureStrategy(Strategy):
     def element_spec(self, prepared: Prepared) -> DatasetInfo:
         """Return the form of features, in which a size that the model leaves open is 8."""
         shape = tuple(size or 8 for size in find_features(prepared).shape)
-        return replace(prepared.public.element_spec, sample_shape=shape, dtype=FLOAT32, max_values={})
+        form = prepared.public.element_spec
+        return replace(form, path="", sample_shape=shape, dtype=FLOAT32, max_values={})
 
 
 def choose_strategy(options: TrainOptions, plan: Plan) -> Strategy:

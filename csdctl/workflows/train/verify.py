@@ -4,6 +4,7 @@ import math
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from csdctl.errors import InputError, RunError, option
 from csdctl.fleet.names import format_node_names
@@ -26,6 +27,8 @@ a few random draws."""
 MIN_SHARPNESS = 100.0
 """One sample's effect over the spread, from which on a difference is judged: ten times the spread is
 tolerated then, and one sample is ten times as much."""
+NUM_RANGED, MAX_COLUMNS = 64, 1024
+"""Random samples are in the range of so many public ones. Tables with more columns have one range for all."""
 
 
 @dataclass(frozen=True)
@@ -133,6 +136,28 @@ def run_verification(request: TrainRequest, events: EventStream) -> Verification
         return _verify(plan, RunContext(job, prepared, space, events), request.options)
 
 
+def find_ranges(directory: Path) -> dict[str, list[list[float]]]:
+    """Return the smallest and largest value of each column of a table, or of all, by input of prepared data.
+
+    Only the first samples are read. An input may be a class, a year, or a pixel. Raises InputError.
+    """
+    import numpy as np
+
+    try:
+        samples = np.load(directory / "images.npy", mmap_mode="r", allow_pickle=False)[:NUM_RANGED]
+    except (OSError, ValueError):
+        raise InputError("the public data cannot be read", remedy="run `csdctl prepare`") from None
+    ranges = {}
+    for name in samples.dtype.names or [""]:
+        values = samples[name] if name else samples
+        is_table = values.ndim == 2 and values.shape[1] <= MAX_COLUMNS
+        columns = values.astype(np.float64).reshape(-1, values.shape[1] if is_table else 1)
+        columns = columns[np.isfinite(columns).all(axis=1)]
+        if columns.size:
+            ranges[name] = np.stack([columns.min(axis=0), columns.max(axis=0)], axis=1).tolist()
+    return ranges
+
+
 def _verify(plan: Plan, context: RunContext, options: TrainOptions) -> Verification:
     strategy = choose_strategy(options, plan)
     run, model = (
@@ -140,7 +165,8 @@ def _verify(plan: Plan, context: RunContext, options: TrainOptions) -> Verificat
         strategy.divide(context, is_verification=True),
     )
     form = strategy.element_spec(context.prepared)
-    resolved = resolve_random_run(plan.ranks, context, model, strategy.verification_task, form)
+    ranges = find_ranges(context.space.project.root / form.path) if form.path else {}
+    resolved = resolve_random_run(plan.ranks, context, model, strategy.verification_task, form, ranges=ranges)
     results: list[Verified] = []
 
     def record(event: object) -> None:

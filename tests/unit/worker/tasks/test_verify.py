@@ -18,7 +18,7 @@ from csdctl.worker.group.values import RankLostError, decode_value, encode_value
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.events import Verified, event_from_line
 from csdctl.worker.protocol.json_codec import to_json
-from csdctl.worker.protocol.run_spec import ELEMENT_SPEC, VERIFY, RunSpec, TaskSpec
+from csdctl.worker.protocol.run_spec import ELEMENT_SPEC, RANGES, VERIFY, RunSpec, TaskSpec
 from csdctl.worker.tasks.progress import Reporter, RunProgress
 from csdctl.worker.tasks.task import TaskContext
 from csdctl.worker.tasks.verify import (
@@ -180,6 +180,18 @@ def verify(task: Verify, sent: Vectors, total: np.ndarray, capsys: Any) -> Verif
     verified = event_from_line(capsys.readouterr().out.strip())
     assert isinstance(verified, Verified)
     return verified
+
+
+def test_random_samples_are_in_the_range_of_the_data() -> None:
+    """A layer may be adapted to years, take a logarithm, or compare classes."""
+    task = load_task(ROWS["a class as input"])
+    ranges = {"table": [[1900, 2020], [-3, -3], *[[0, 1e-3]] * 8], "kind": [[2, 3]]}
+    task.spec.task.arguments[RANGES] = ranges
+    samples, _ = task.draw(1, MAX_SAMPLES)
+    low, high = np.float32(ranges["table"]).T
+    assert ((samples["table"] >= low) & (samples["table"] <= high)).all()
+    assert np.ptp(samples["table"][:, 0]) > 60
+    assert np.unique(samples["kind"]).tolist() == [2, 3]
 
 
 class PlainMeanStep(Step):

@@ -2,12 +2,14 @@
 
 import dataclasses
 import math
+from pathlib import Path
 
+import numpy as np
 import pytest
 
-from csdctl.errors import RunError
+from csdctl.errors import InputError, RunError
 from csdctl.worker.protocol.events import Verified
-from csdctl.workflows.train.verify import NEAR, Verification, judge
+from csdctl.workflows.train.verify import NEAR, Verification, find_ranges, judge
 
 NODES = ("host", "csd0", "csd1")
 RIGHT = Verified(
@@ -24,6 +26,18 @@ RIGHT = Verified(
 
 def changed(difference: float = 0.0, **fields: object) -> Verified:
     return dataclasses.replace(RIGHT, **{"differences": (0.0, difference, 0.0), **fields})  # type: ignore[arg-type]
+
+
+def test_ranges_are_of_each_column_of_a_table_and_of_all_pixels(tmp_path: Path) -> None:
+    samples = np.zeros(3, [("table", np.float32, (2,)), ("image", np.uint8, (2, 2))])
+    samples["table"] = [[1990, 0.5], [2020, -1], [np.nan, 9]]
+    samples["image"][1, 0, 1] = 255
+    np.save(tmp_path / "images.npy", samples)
+    assert find_ranges(tmp_path) == {"table": [[1990, 2020], [-1, 0.5]], "image": [[0, 255]]}
+    np.save(tmp_path / "images.npy", samples["table"][:2])
+    assert find_ranges(tmp_path) == {"": [[1990, 2020], [-1, 0.5]]}
+    with pytest.raises(InputError, match="the public data cannot be read"):
+        find_ranges(tmp_path / "none")
 
 
 @pytest.mark.parametrize(
