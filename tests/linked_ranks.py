@@ -67,8 +67,8 @@ def connect():
 
 def make_vector(seed, size):
     vector = np.random.default_rng([seed, rank]).standard_normal(size, np.float32)
-    tail = np.zeros(3 + len(servers), np.float32)
-    tail[0], tail[2 + rank], tail[-1] = 8, 0.5, 2
+    tail = np.zeros(4 + len(servers), np.float32)
+    tail[0], tail[3 + rank], tail[-1] = 8, 0.5, 2
     vector[-len(tail):] = tail
     return vector
 
@@ -323,8 +323,8 @@ class Group:
 def make_vector(seed: int, rank: int, num_ranks: int, size: int) -> Any:
     """Return the vector of a rank, as RANK makes it."""
     vector = np.random.default_rng([seed, rank]).standard_normal(size, np.float32)
-    tail = np.zeros(3 + num_ranks, np.float32)
-    tail[0], tail[2 + rank], tail[-1] = SAMPLES, 0.5, 2
+    tail = np.zeros(4 + num_ranks, np.float32)
+    tail[0], tail[3 + rank], tail[-1] = SAMPLES, 0.5, 2
     vector[-len(tail) :] = tail
     return vector
 

@@ -16,8 +16,6 @@ sources.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from statistics import fmean
 
 TRIED_SIGMA, MODELLED_SIGMA = 0.045, 0.05
 """Assumed relative error before any was seen: of a plan that was tried, and of a plan that was modelled."""
@@ -50,23 +48,6 @@ def estimate_spread(errors: Sequence[float], prior_sigma: float, trial_error: fl
     num_degrees = PRIOR_WEIGHT + len(errors)
     variance = (PRIOR_WEIGHT * prior_sigma**2 + sum(error**2 for error in errors)) / num_degrees
     return Spread(variance + trial_error**2, num_degrees)
-
-
-def standard_error(values: Sequence[float]) -> float:
-    """Return the relative standard error of the mean of `values`, in order of time. 0 with less than two.
-
-    Neighbours that resemble each other tell less than independent values. Their correlation widens the error,
-    as in an autoregressive process of the first order.
-    """
-    mean = fmean(values) if values else 0.0
-    deviations = [value - mean for value in values]
-    total = sum(deviation**2 for deviation in deviations)
-    if len(values) < 2 or not total:
-        return 0.0
-    products = sum(earlier * later for earlier, later in pairwise(deviations))
-    correlation = min(max(products / total, 0.0), 0.9)
-    variance = total / (len(values) - 1) / len(values) * (1 + correlation) / (1 - correlation)
-    return math.sqrt(variance) / mean
 
 
 def quantile_95(num_degrees: float) -> float:

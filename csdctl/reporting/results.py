@@ -1,6 +1,6 @@
 """The results of a run, from its events and its manifest, and its state in a line."""
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -100,6 +100,8 @@ class RunSummary:
     """Nodes that were lost during the run, including those that came back."""
     num_private_unread: int
     """Private samples, counted once per epoch, that were not read because their node was absent."""
+    num_tried: int
+    """Changes of batch sizes that were tried. `num_rebalanced`: those that were kept."""
     num_rebalanced: int
     ranks: tuple[RankSummary, ...]
     privacy: Privacy | None = None
@@ -136,7 +138,8 @@ class RunFollower:
         """The latest report of rank 0."""
         self.last_epoch = self.best_epoch = NO_EPOCH
         """The latest end of an epoch of rank 0, and the one of best.keras."""
-        self.num_rebalanced = 0
+        self.changes = Counter[str]()
+        """Changes of batch sizes, by outcome."""
         self.noise_scales: deque[float] = deque(maxlen=MAX_EPOCHS)
         """Of each epoch in which it is known."""
         self.lost_nodes: dict[str, None] = {}
@@ -174,7 +177,8 @@ class RunFollower:
             self.best_epoch = self.last_epoch  # the event names the epoch that begins
         elif isinstance(event, events.NodeLost):
             self.lost_nodes[event.node] = None
-        self.num_rebalanced += isinstance(event, events.Rebalanced)
+        elif isinstance(event, events.Rebalanced):
+            self.changes[event.outcome] += 1
 
     def _add_report(self, event: Progress | EpochEnd) -> None:
         self._has_failed = False
@@ -265,7 +269,8 @@ def summarize(run_id: str, manifest: Manifest, run: RunFollower) -> RunSummary:
         failures=tuple(run.failures),
         lost_nodes=tuple(run.lost_nodes),
         num_private_unread=tally.num_private_unread,
-        num_rebalanced=run.num_rebalanced,
+        num_tried=run.changes[events.TRIED],
+        num_rebalanced=run.changes[events.KEPT],
         ranks=ranks,
         privacy=measure_privacy(manifest, run.passes),
         strategy=manifest.strategy,

@@ -163,7 +163,8 @@ def describe_run(summary: RunSummary) -> list[tuple[str, str]]:
     if unread := summary.num_private_unread:
         lost += f"; {unread:,} private samples were not read"
     skipped = f"{summary.num_unreadable:,} lines were skipped: damaged, or of another version"
-    changed = f"{format_count(summary.num_rebalanced, 'change')} of batch sizes"
+    num_changes = max(summary.num_tried, summary.num_rebalanced)  # earlier versions tried none
+    changes = f"{format_count(num_changes, 'change')} of batch sizes tried, {summary.num_rebalanced} kept"
     left_out = format_node_names(summary.left_out)
     energy = summary.energy.describe_total() if summary.energy else []
     privacy = describe_privacy(summary.privacy) if summary.privacy else []
@@ -184,7 +185,7 @@ def describe_run(summary: RunSummary) -> list[tuple[str, str]]:
         ("lost", lost),
         ("events", skipped if summary.num_unreadable else ""),
         ("left out", f"{left_out}: training is faster without them, by the plan" if left_out else ""),
-        ("balance", changed if summary.num_rebalanced else ""),
+        ("balance", changes if num_changes else ""),
     ]
     return [(name, text) for name, text in rows if text]
 

@@ -216,11 +216,7 @@ class TrainingView(View):
         if isinstance(event, Joined):
             return self._format_joined(event, num_steps)
         if isinstance(event, events.Rebalanced):
-            sizes = [f"{self._spec.ranks[int(rank)].node} {size}" for rank, size in event.batch_sizes.items()]
-            return (
-                f"{event.slowest} took {event.slowdown:.2f} times as long as a balanced step; "
-                f"batch sizes from step {event.step + 1} of epoch {event.epoch}: {', '.join(sizes)}"
-            )
+            return self._format_rebalanced(event)
         if isinstance(event, events.WaitingFor) and event.nodes:
             return f"waiting for {format_node_names(event.nodes)}"
         if isinstance(event, events.Warned | events.NodeLost):
@@ -233,6 +229,19 @@ class TrainingView(View):
         if isinstance(event, events.CheckpointSaved) and self._live is None:
             return f"checkpoint {event.path}"
         return ""
+
+    def _format_rebalanced(self, event: events.Rebalanced) -> str:
+        sizes = [f"{self._spec.ranks[int(rank)].node} {size}" for rank, size in event.batch_sizes.items()]
+        since = f"batch sizes from step {event.step + 1} of epoch {event.epoch}: {', '.join(sizes)}"
+        if event.gain is None:
+            tried = "trying " * (event.outcome == events.TRIED)
+            return (
+                f"{event.slowest} took {event.slowdown:.2f} times as long as a balanced step; {tried}{since}"
+            )
+        length = f"{abs(event.gain):.1%} {'shorter' if event.gain > 0 else 'longer'}"
+        if event.outcome == events.KEPT:
+            return f"steps are {length}: the batch sizes are kept"
+        return f"steps are {length}: the batch sizes are taken back; {since}"
 
     def _format_joined(self, event: Joined, num_steps: int) -> str:
         """Return who takes part from here on. '' at the start of a run."""

@@ -12,7 +12,7 @@ from math import ceil
 
 from csdctl.errors import option
 from csdctl.fleet.model import HOST_NAME
-from csdctl.perfmodel.prediction import predict
+from csdctl.perfmodel.prediction import StepPrediction, predict
 from csdctl.tuning.fleet_model import ClassModel, FleetModel, TrialResult, TriedPlan, predict_peak_bytes
 from csdctl.tuning.measurements import ForecastErrors
 from csdctl.tuning.plan import MAX_BATCH_SIZE, Predicted, RankPlan
@@ -85,12 +85,21 @@ def limit_for_goodput(model: FleetModel, limits: Limits, noise_scale: float, ref
     return Limits(max(plans, key=goodput).global_batch)
 
 
-def predict_samples_per_s(model: FleetModel, batch_sizes: Mapping[str, int]) -> float:
-    """Predict the samples/s of a plan with these batch sizes by machine."""
+def predict_plan(model: FleetModel, batch_sizes: Mapping[str, int]) -> StepPrediction:
+    """Predict a step of a plan with these batch sizes by machine."""
     members = [member for member in model.candidates() if member.node in batch_sizes]
     sum_s = model.sum_s(len(members) + (HOST_NAME not in batch_sizes))
     sizes = [batch_sizes[member.node] for member in members]
-    return predict(members, sizes, sum_s, model.overhead_factor).samples_per_s
+    return predict(members, sizes, sum_s, model.overhead_factor)
+
+
+def with_batch_sizes(model: FleetModel, best: BestPlan, batch_sizes: Mapping[str, int]) -> BestPlan:
+    """Return the plan with other batch sizes, unless a machine's part would not hold its private samples."""
+    total = sum(batch_sizes.values())
+    for name, share in model.private_shares.items():
+        if batch_sizes.get(name, 0) < min(best.batch_sizes.get(name, 0), share * total):
+            return best
+    return replace(best, batch_sizes={**batch_sizes}, prediction=predict_plan(model, batch_sizes))
 
 
 def predict_host_samples_per_s(model: FleetModel, limits: Limits) -> float | None:

@@ -210,5 +210,5 @@ class SyntheticReader:
         return np.ones(share.num_private, np.int64)
 
     def pack_reassigned(self, spans: Sequence[Span]) -> bytes:
-        """Raise NotImplementedError: batch sizes do not change in a trial."""
+        """Raise NotImplementedError: every rank of a trial makes its own samples."""
         raise NotImplementedError

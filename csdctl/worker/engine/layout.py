@@ -5,14 +5,15 @@ divided by its counts, is the mean over all samples, whatever n is on each rank.
 weight multiplies its vector, including n, by that weight. The layout of the vector:
 
     [ Σ gradient | changes of layers' state · n | Σ loss, metrics' states, (loss count), n |
-      stop | seconds | norm ]
+      stop | duration | seconds | norm ]
 
 Where layers add a loss for each sample, which fit sums over the batch, its gradient and its sum stand after
 the others, and are not divided.
 
 A loss that is no mean over samples has a count of its own: unmasked elements, a sum of weights, or the public
 samples among private ones with noise. After n, the number of samples, the training loop adds whether a stop
-was requested, for each rank the seconds that it computed, and the rank's `square_norm`.
+was requested, the duration of the step before, for each rank the seconds that it computed, and the rank's
+`square_norm`.
 docs/explanation/exact-gradients.md has the mathematics.
 """
 

@@ -52,7 +52,7 @@ from csdctl.worker.protocol.json_codec import Count, RankNumber, ShortText, from
 from csdctl.worker.protocol.sandbox import hub_address, link_address
 
 WAITING_INTERVAL_S = 5.0
-NUM_TAIL = 3
+NUM_TAIL = 4
 """Elements at the end of a vector, besides the seconds of each rank."""
 MAX_HELD_BYTES = 64 << 20
 """Limit of unsent bytes to the rank or the parent; above it, links are not read."""

@@ -2,9 +2,10 @@
 
 Values of another rank are read by an annotation that states its types and bounds (protocol/json_codec.py).
 
-A vector ends with [n, stop, seconds of each rank of the run, norm] (compute/step.py), which the hub checks
-before any rank has the whole sum. n follows from the schedule, only rank 0 may ask to stop, and a rank knows
-only its own seconds. Gradient and norm cannot be checked: only the node knows its samples.
+A vector ends with [n, stop, duration, seconds of each rank of the run, norm] (engine/layout.py). The hub
+checks this before any rank has the whole sum. n follows from the schedule, only rank 0 may ask to stop and
+knows the duration of a step, and a rank knows only its own seconds. Gradient and norm cannot be checked: only
+the node knows its samples.
 """
 
 import json
@@ -70,13 +71,15 @@ def find_fault(tail: Any, counts: Mapping[int, float], ranks: Collection[int]) -
 
     `counts`: n of each rank that takes part.
     """
-    count, stop, times_s = float(tail[0]), float(tail[1]), tail[2:-1]
+    count, stop, duration_s, times_s = float(tail[0]), float(tail[1]), float(tail[2]), tail[3:-1]
     expected = sum(counts[rank] for rank in ranks)
     own_s = [float(times_s[rank]) for rank in ranks]
     if not is_near(count, expected):
         return f"sent the gradient of {count:g} samples, expected {expected:g}"
     if stop != 0:
         return "asked all ranks to stop, which only rank 0 may do"
+    if duration_s != 0:
+        return "sent the duration of a step, which only rank 0 knows"
     num_others = int((times_s != 0).sum()) - sum(map(bool, own_s))
     if num_others > 0 or not all(0 <= seconds <= MAX_STEP_S for seconds in own_s):
         return f"sent {own_s[0]:g} s as the time of its step, or the time of another rank"

@@ -19,6 +19,8 @@ SUMS, SAMPLES, STATE, ACTIVATIONS = "sums", "samples", "state", "activations"
 """Traffic between ranks: vectors to be summed, reassigned public samples, the state of a run, and what passes
 the cut of a model: activations, labels, and gradients of activations."""
 TRAFFIC_NAMES = (SUMS, SAMPLES, STATE, ACTIVATIONS)
+TRIED, KEPT, TAKEN_BACK = OUTCOMES = "tried", "kept", "taken back"
+"""What becomes of a change of batch sizes (`Rebalanced.outcome`)."""
 EVENT_PREFIX = "@csdctl "
 """An event is a line on the worker's standard output that starts with this."""
 MAX_MESSAGE_CHARS = 4000
@@ -133,14 +135,18 @@ class WaitingFor(Event):
 
 @dataclass(frozen=True)
 class Rebalanced(Event):
-    """Batch sizes from the next step on, and the slowest node. From rank 0."""
+    """Batch sizes from the next step on: a trial, or its outcome. From rank 0."""
 
     epoch: Epoch
     step: Count
     slowest: ShortText
+    """The node that the others waited for before the trial."""
     slowdown: Measured
-    """Its compute time over that of a balanced step."""
+    """Its compute time over the compute time of a balanced step."""
     batch_sizes: dict[ShortText, Count]
+    outcome: Annotated[str, json_codec.OneOf(OUTCOMES)] = KEPT
+    gain: Measured | None = None
+    """By which share steps were shorter in the trial. None at its start."""
 
 
 @dataclass(frozen=True)

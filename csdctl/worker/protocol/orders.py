@@ -55,6 +55,7 @@ class TrialShard:
     """What a rank has in the steps of a trial."""
 
     batch_size: Count
+    max_batch_size: Count
     micro_batch_size: BatchSize | None
     num_private: Count
     """Samples in all steps."""
@@ -63,9 +64,12 @@ class TrialShard:
 
 @dataclass(frozen=True)
 class TakeSteps(Order):
-    """Train, in a tuning run, as long as the samples of these ranks last. In order of rank."""
+    """Train, in a tuning run, as long as the samples of these ranks last."""
 
     ranks: tuple[TrialShard, ...]
+    """In order of rank."""
+    is_balanced: bool = False
+    """Whether batch sizes change, as in training."""
 
 
 @dataclass(frozen=True)

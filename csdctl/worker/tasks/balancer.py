@@ -1,40 +1,60 @@
-"""Batch sizes that adapt to the ranks' speeds during a run. Pure.
+"""Batch sizes that adapt to the ranks' speeds during a run: trials, judged by the time of a step. Pure.
+
+The compute times of the ranks suggest other batch sizes. Whether these make steps shorter is not certain: a
+rank that waits may save a quota of the CPU for its next step, and ranks of one machine share its cores. So
+every change is a trial. It is kept if steps become shorter, and taken back otherwise.
 
 Every rank sees the same times (they are sent with the gradient), so every rank makes the same decision. The
 global batch size stays constant.
 """
 
 import heapq
-from collections.abc import Mapping
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
 
 from csdctl.worker.group.values import MAX_STEP_S
+from csdctl.worker.protocol.events import KEPT, TAKEN_BACK, TRIED
+from csdctl.worker.protocol.statistics import standard_error
 
-MIN_STEPS = 5
-"""Steps that show an imbalance."""
-TIME_RESOLUTION_S = 0.02
-"""The resolution of a step's time. Schedulers assign the CPU in slices, and a rank that has waited has one
-left, also for its part of a sum. Steps of 85 ms took 7% longer when smaller imbalances were corrected."""
+WINDOWS = (5, 15, 60)
+"""Numbers of steps after which an imbalance is looked for. A large one is certain after a few."""
+MIN_STEPS, MAX_STEPS = WINDOWS[0], WINDOWS[-1]
+"""The fewest and the most steps of a trial, and of the steps before it that it is compared with."""
+NUM_SKIPPED = 2
+"""Steps after a change that do not count: a duration arrives one step later, and the first step is slower."""
+MIN_GAIN = 0.01
+"""The share of a step that a change must promise to save."""
+CERTAIN, LIKELY = 4.0, 1.5
+"""Standard errors at which a difference is certain, and at which it counts when a trial ends undecided."""
+MIN_SCALE = 0.25
+"""A change that failed is tried again at half its size, down to this share of it."""
+NEW = 0.5
+"""An imbalance is a new one when it has grown or shrunk by this share since a change failed."""
+MAX_LOSS, FREE_STEPS = 0.005, 2
+"""Failed trials may lose this share of the time so far, in addition to the time of this number of steps."""
 
 
 @dataclass(frozen=True)
-class Window:
-    """A window of past steps, and the imbalance within it that justifies new batch sizes."""
+class Change:
+    """Batch sizes from the next step on, or that the present ones are kept."""
 
-    min_steps: int
-    min_duration_s: float
-    """Minimum time of the slowest rank: a machine limited to a share of a core works in bursts of 0.1 s."""
-    tolerance: float
-    """Share of a balanced step by which the slowest rank may take longer."""
-    num_in_a_row: int
-    """Number of windows in a row that must have the same slowest rank."""
+    batch_sizes: dict[int, int]
+    outcome: str
+    """TRIED, KEPT or TAKEN_BACK."""
+    slowest: int
+    """The rank that the others waited for before the trial."""
+    slowdown: float
+    """Its compute time before the trial, relative to a balanced step."""
+    scale: float
+    """The share of the change that the compute times suggested."""
+    gain: float = 0.0
+    """By which share steps were shorter in the trial. 0 at its start."""
 
 
 class Balancer:
-    """Watches the compute time of every rank, and proposes other batch sizes."""
-
-    WINDOWS = (Window(MIN_STEPS, 4.0, 0.3, 1), Window(MIN_STEPS, 4.0, 0.1, 2), Window(15, 15.0, 0.025, 1))
-    """For large, medium and small imbalances. A small one is certain only after many steps."""
+    """Watches the ranks' compute times and the durations of steps, and tries other batch sizes."""
 
     def __init__(self, limits: Mapping[int, int]) -> None:
         """`limits`: the largest batch size that fits into the memory of each rank."""
@@ -42,64 +62,110 @@ class Balancer:
         self.forget()
 
     def forget(self) -> None:
-        """Start again: batch sizes or the ranks that take part have changed."""
-        self._has_skipped = False
-        self._times: dict[Window, list[dict[int, float]]] = {window: [] for window in self.WINDOWS}
-        self._suspects: dict[Window, list[int]] = {window: [] for window in self.WINDOWS}
-        self.slowest = (0, 1.0)
-        """The slowest rank of the last window, and its time relative to a balanced step."""
+        """Start again: other ranks take part."""
+        self._trial: Change | None = None
+        self._sizes_before: dict[int, int] = {}
+        self._durations_before: list[float] = []
+        """Before the trial."""
+        self._failed: Change | None = None
+        """The latest trial without a gain, until a change is kept."""
+        self._total_s = self._lost_s = 0.0
+        """Time of all steps so far, and what failed trials have added to it."""
+        self._watch()
 
-    def observe(self, times_s: Mapping[int, float]) -> None:
-        """Add the compute seconds of one full step, by rank. The first step after a change does not count.
+    def _watch(self) -> None:
+        """Begin to measure the batch sizes of the next step."""
+        self._num_watched = 0
+        self._times: list[dict[int, float]] = []
+        """Compute seconds of each rank by step."""
+        self._durations: list[float] = []
+        """Seconds from one step to the next."""
 
-        A step with an impossible time does not count either, whichever rank sent it.
+    def observe(self, times_s: Mapping[int, float], previous_step_s: float) -> None:
+        """Add the compute seconds of one full step by rank, and the duration of the step before.
+
+        A duration of 0 is unknown. A step with an impossible time does not count, whichever rank sent it.
         """
-        if not self._has_skipped:
-            self._has_skipped = True
+        self._num_watched += 1
+        is_known = 0 < previous_step_s <= MAX_STEP_S  # NaN is not
+        self._total_s += previous_step_s if is_known else 0.0
+        if self._num_watched <= NUM_SKIPPED:
             return
-        if not all(0 <= seconds <= MAX_STEP_S for seconds in times_s.values()):  # NaN neither
-            return
-        for steps in self._times.values():
-            steps.append(dict(times_s))
+        if all(0 <= seconds <= MAX_STEP_S for seconds in times_s.values()):
+            self._times = [*self._times[1 - MAX_STEPS :], dict(times_s)]
+        if is_known:
+            self._durations = [*self._durations[1 - MAX_STEPS :], previous_step_s]
 
-    def propose(self, batch_sizes: Mapping[int, int]) -> dict[int, int] | None:
-        """Return better batch sizes with the same sum. None when balanced, or too early to decide.
+    def decide(self, batch_sizes: Mapping[int, int]) -> Change | None:
+        """Return other batch sizes with the same sum, or that a trial has succeeded. None: nothing changes.
 
         A rank with batch size 0 keeps it.
         """
-        training = {rank: size for rank, size in batch_sizes.items() if size}
-        for window, steps in self._times.items():
-            longest_s = max((sum(step[rank] for step in steps) for rank in training), default=0.0)
-            if len(steps) < window.min_steps or longest_s < window.min_duration_s:
+        change = self._judge(self._trial) if self._trial else self._propose(batch_sizes)
+        if change:
+            self._trial = change if change.outcome == TRIED else None
+            self._sizes_before = dict(batch_sizes)
+            self._watch()
+        return change
+
+    def _propose(self, batch_sizes: Mapping[int, int]) -> Change | None:
+        if len(self._durations) < MIN_STEPS:
+            return None
+        if self._lost_s > MAX_LOSS * self._total_s + FREE_STEPS * fmean(self._durations):
+            return None
+        sizes = {rank: size for rank, size in batch_sizes.items() if size}
+        total = sum(sizes.values())
+        for window in WINDOWS:
+            steps = self._times[-window:]
+            if len(steps) < window or (self._num_watched - NUM_SKIPPED) % window:
                 continue
-            step_s = {
-                rank: max(1e-9, mean_without_longest([step[rank] for step in steps])) for rank in training
-            }
-            steps.clear()
-            sizes = self._better(window, training, step_s)
-            if sizes is not None:
-                return {**dict.fromkeys(batch_sizes, 0), **sizes}
+            step_s = {rank: mean_without_longest([step[rank] for step in steps]) for rank in sizes}
+            slowest = max(step_s, key=lambda rank: step_s[rank])
+            slowdown = step_s[slowest] / balanced_s(sizes, step_s)
+            error = standard_error([step[slowest] / balanced_s(sizes, step) for step in steps])
+            speeds = {rank: size / max(1e-9, step_s[rank]) for rank, size in sizes.items()}
+            scale = self._choose_scale(slowest, slowdown)
+            suggested = apportion(total, speeds, self._limits)
+            better = apportion(
+                total,
+                {rank: size + scale * (suggested[rank] - size) for rank, size in sizes.items()},
+                self._limits,
+            )
+            # Where a limit binds, balance is out of reach, and there may be nothing to gain.
+            saved_s = step_s[slowest] - max(size / speeds[rank] for rank, size in better.items())
+            if slowdown > 1 + CERTAIN * error and saved_s > MIN_GAIN * fmean(self._durations):
+                self._durations_before = self._durations[-window:]
+                return Change({**batch_sizes, **better}, TRIED, slowest, slowdown, scale)
         return None
 
-    def _better(
-        self, window: Window, batch_sizes: Mapping[int, int], step_s: Mapping[int, float]
-    ) -> dict[int, int] | None:
-        speeds = {rank: size / step_s[rank] for rank, size in batch_sizes.items()}
-        total = sum(batch_sizes.values())
-        slowest = max(step_s, key=lambda rank: step_s[rank])
-        self.slowest = slowest, step_s[slowest] * sum(speeds.values()) / total
-        suspects = self._suspects[window]
-        resolution = TIME_RESOLUTION_S * sum(speeds.values()) / total
-        if self.slowest[1] <= 1 + window.tolerance + resolution:
-            suspects.clear()
+    def _choose_scale(self, slowest: int, slowdown: float) -> float:
+        """Return which share of a change to try: less than 1, and at last 0, if a similar one has failed."""
+        failed = self._failed
+        if failed is None or failed.slowest != slowest:
+            return 1.0
+        is_new = abs(slowdown - failed.slowdown) > NEW * (failed.slowdown - 1)
+        return 1.0 if is_new else failed.scale / 2 if failed.scale > MIN_SCALE else 0.0
+
+    def _judge(self, trial: Change) -> Change | None:
+        """Return the outcome of a trial. None: it goes on."""
+        before, after = self._durations_before, self._durations
+        if len(after) < MIN_STEPS and not (len(after) > 1 and min(after) > max(before)):
             return None
-        suspects.append(slowest)
-        if suspects[-window.num_in_a_row :] != [slowest] * window.num_in_a_row:
+        before_s, after_s = mean_without_longest(before), mean_without_longest(after)
+        gain, error = 1 - after_s / before_s, math.hypot(standard_error(before), standard_error(after))
+        if len(after) >= MIN_STEPS and abs(gain) <= CERTAIN * error and len(after) < MAX_STEPS:
             return None
-        sizes = apportion(total, speeds, self._limits)
-        # Where a limit binds, balance is out of reach, and there may be nothing to gain.
-        gain = step_s[slowest] / max(size / speeds[rank] for rank, size in sizes.items())
-        return sizes if gain > 1 + window.tolerance / 2 and sizes != dict(batch_sizes) else None
+        if gain > LIKELY * error:
+            self._failed = None
+            return replace(trial, outcome=KEPT, gain=gain)
+        self._failed = trial
+        self._lost_s += max(0.0, after_s - before_s) * self._num_watched
+        return replace(trial, batch_sizes=self._sizes_before, outcome=TAKEN_BACK, gain=gain)
+
+
+def balanced_s(sizes: Mapping[int, int], step_s: Mapping[int, float]) -> float:
+    """Return the seconds of a step in which all ranks compute equally long, at their speeds in `step_s`."""
+    return sum(sizes.values()) / sum(size / max(1e-9, step_s[rank]) for rank, size in sizes.items())
 
 
 def apportion(total: int, speeds: Mapping[int, float], limits: Mapping[int, int]) -> dict[int, int]:
@@ -125,7 +191,7 @@ def apportion(total: int, speeds: Mapping[int, float], limits: Mapping[int, int]
     return dict(sorted(sizes.items()))
 
 
-def mean_without_longest(times_s: list[float]) -> float:
+def mean_without_longest(times_s: Sequence[float]) -> float:
     """Return the mean time without the longest step: one slow step does not make a slow node."""
     kept = sorted(times_s)[: -1 if len(times_s) >= MIN_STEPS else None]
     return sum(kept) / len(kept)

@@ -181,7 +181,7 @@ class ModelTask(Task):
         is_halved = self.spec.recipe.compression == BF16
         return [
             (
-                int(layout.step_size + 2 + len(self.spec.ranks)),
+                int(layout.step_size + 3 + len(self.spec.ranks)),
                 int(layout.gradients.stop) // 2 * 2 if is_halved else 0,
             )
             for layout in self.summed.layouts

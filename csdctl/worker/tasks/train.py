@@ -71,7 +71,7 @@ class StepSums:
         total = self._sum(layout, compute_s, norm, is_last=is_last)
         self.ended = time.perf_counter()
         step_total: Array = total[layout.step]
-        self.tail = total[layout.step_size :][: 2 + len(train.spec.ranks)].copy()
+        self.tail = total[layout.step_size :][: 3 + len(train.spec.ranks)].copy()
         loss = 0.0 if train.step.info.sums else train.step.read_sums(step_total[layout.sums]).loss
         train.check_finite(loss, float(np.add.reduce(step_total)), communicator, *self._batch)
         if train.is_root and train.tells_noise:
@@ -88,9 +88,10 @@ class StepSums:
         train, communicator = self._train, self._communicator
         vector = communicator.local
         is_stopping = is_last and train.is_root and train.orders.is_stopping
-        tail = vector[layout.step_size :][: 2 + len(train.spec.ranks)]
+        tail = vector[layout.step_size :][: 3 + len(train.spec.ranks)]
         tail[:] = 0
-        tail[0], tail[1 + train.me.rank], tail[-1] = is_stopping, compute_s, norm
+        tail[0], tail[2 + train.me.rank], tail[-1] = is_stopping, compute_s, norm
+        tail[1] = train.duration_s if train.is_root else 0.0
         weighed = train.progress.weigh(train.progress.step_samples)
         counts = dict(zip(communicator.members, weighed, strict=True))
         # With loss scaling, the optimizer skips a gradient that overflowed.
@@ -113,7 +114,7 @@ class Train(ModelTask):
         self._validation = PreparedSamples(validation) if validation and self.is_root else None
         super().load()
         check_monitors(self.spec.recipe, self.step.metric_names)
-        self._balancer = Balancer(self.max_batch_sizes)
+        self.balancer = Balancer(self.max_batch_sizes) if self.spec.is_balanced else None
         is_plain = not (
             self.spec.split
             or self.step.info.sums
@@ -144,7 +145,7 @@ class Train(ModelTask):
 
     def run(self, communicator: Communicator) -> str:
         """Train until the end."""
-        self._balancer.forget()
+        self._forget_balance()
         self.apply_s = 0.0
         try:
             while not self._is_over:  # it may have been decided before a link was lost
@@ -190,6 +191,7 @@ class Train(ModelTask):
         progress, max_steps = self.progress, self.spec.max_steps
         self.reader.set_epoch(progress.position.epoch)
         self._epoch_totals, self._since_report = StepTotals(), StepTotals()
+        self._stepped = self.duration_s = 0.0
         while progress.position.step < progress.segment.stop_step:
             self._admit(communicator)
             before = communicator.members
@@ -198,6 +200,7 @@ class Train(ModelTask):
             except StepVoidError:  # with the ranks that are left, the same step again
                 communicator.counted = before
                 self._settle(communicator, before)
+                self._stepped = self.duration_s = 0.0
                 continue
             for totals in (self._epoch_totals, self._since_report):
                 totals.add(step)
@@ -225,7 +228,11 @@ class Train(ModelTask):
         """Continue with the present ranks. If they have changed, begin to observe the balance again."""
         if communicator.admitted or not tuple(before) == communicator.members == communicator.counted:
             self.settle(communicator, before)
-            self._balancer.forget()
+            self._forget_balance()
+
+    def _forget_balance(self) -> None:
+        if self.balancer:
+            self.balancer.forget()
 
     def _slowest_link(self, communicator: Communicator) -> tuple[int, float, int] | None:
         """Return `Progress.slow_link`. None if the waiting ended when the ranks had computed."""
@@ -244,7 +251,7 @@ class Train(ModelTask):
         before = communicator.members
         samples_by_rank = dict(zip(before, self.progress.step_samples, strict=True))
         share = self.progress.share_of(self.me.rank)
-        reassigned = self._exchange_reassigned(communicator)
+        reassigned = self.exchange_reassigned(communicator)
         received = time.perf_counter()
         images, labels = self.reader.read(share, reassigned)
         input_s = time.perf_counter() - received
@@ -268,11 +275,13 @@ class Train(ModelTask):
         sums = self._take(communicator, images, labels, copies, summed)
         self.check_finite(sums.loss, 0.0, communicator, images, labels)
         tail = summed.tail
-        is_stopping, times_s = bool(tail[0] > 0), tail[1:-1].astype(float)
+        is_stopping, duration_s, times_s = bool(tail[0] > 0), float(tail[1]), tail[2:-1].astype(float)
         global_samples = sum(samples_by_rank[rank] for rank in communicator.counted)
         self._end_step(communicator, before, sums, global_samples)
         if communicator.members == before:
-            self._balance(times_s)
+            self._balance(times_s, duration_s)
+        self.duration_s = summed.ended - self._stepped if self._stepped else 0.0
+        self._stepped = summed.ended
         self.apply_s = time.perf_counter() - summed.ended
         return StepTotals(
             steps=1,
@@ -292,7 +301,7 @@ class Train(ModelTask):
     ) -> Sums:
         return self.step.run(images, labels, sums, communicator.local, private_copies=copies)
 
-    def _exchange_reassigned(self, communicator: Communicator) -> bytes | bytearray | None:
+    def exchange_reassigned(self, communicator: Communicator) -> bytes | bytearray | None:
         """Exchange the samples that other ranks read from the host in this step. Return this rank's."""
         progress, received = self.progress, None
         for share in progress.segment.shares[1:]:
@@ -321,28 +330,30 @@ class Train(ModelTask):
             has_others = len(self.progress.segment.shares) > 1
             self._checkpointer.after_step(self.progress.position, has_others=has_others)
 
-    def _balance(self, times_s: Array) -> None:
-        """Change batch sizes if a rank has become slower or faster. Every rank makes the same decision."""
+    def _balance(self, times_s: Array, previous_step_s: float) -> None:
+        """Try other batch sizes if a rank computes longer than others. Every rank makes the same decision."""
         progress = self.progress
-        if not self.spec.is_balanced or progress.position.step >= progress.segment.stop_step - 1:
+        if not self.balancer or progress.position.step >= progress.segment.stop_step - 1:
             return
         sizes = {share.rank: share.batch_size for share in progress.segment.shares}
-        self._balancer.observe({rank: float(times_s[rank]) for rank in sizes})
-        proposal = self._balancer.propose(sizes)
-        if proposal is None:
+        self.balancer.observe({rank: float(times_s[rank]) for rank in sizes}, previous_step_s)
+        change = self.balancer.decide(sizes)
+        if change is None:
             return
         if self.is_root:
-            position, (slowest, slowdown) = progress.position, self._balancer.slowest
+            position = progress.position
             self.reporter.emit(
                 events.Rebalanced,
                 epoch=position.epoch,
                 step=position.step,
-                slowest=self.spec.ranks[slowest].node,
-                slowdown=round(slowdown, 3),
-                batch_sizes={str(rank): size for rank, size in proposal.items()},
+                slowest=self.spec.ranks[change.slowest].node,
+                slowdown=round(change.slowdown, 3),
+                batch_sizes={str(rank): size for rank, size in change.batch_sizes.items()},
+                outcome=change.outcome,
+                gain=None if change.outcome == events.TRIED else round(change.gain, 4),
             )
-        self._balancer.forget()
-        progress.change_batch_sizes(proposal)
+        if change.batch_sizes != sizes:
+            progress.change_batch_sizes(change.batch_sizes)
 
     def check_finite(self, loss: float, total: float, communicator: Communicator, *batch: Array) -> None:
         """Raise an error before a non-finite gradient is applied. All ranks see the same sum.

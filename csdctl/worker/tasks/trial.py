@@ -20,6 +20,7 @@ from csdctl.worker.group.communicator import Communicator
 from csdctl.worker.process.machine import measure_time, peak_memory_bytes
 from csdctl.worker.protocol.events import STOPPED, Probed, SumTimed
 from csdctl.worker.protocol.orders import Probe, ProbeRequest, TakeSteps, order_from_line, order_to_line
+from csdctl.worker.tasks.balancer import Balancer
 from csdctl.worker.tasks.progress import EpochTotals
 from csdctl.worker.tasks.split import Split
 from csdctl.worker.tasks.task import Task
@@ -35,6 +36,9 @@ class Trial(Train):
     values: Sequence[Array] = ()
     """None: the weights of a trial are not trained, and differ between ranks after probes."""
     finish = Task.finish
+
+    def exchange_reassigned(self, communicator: Communicator) -> None:
+        """Do nothing: samples are random."""
 
     def run(self, communicator: Communicator) -> str:
         """Carry out the orders until `Stop`."""
@@ -82,6 +86,8 @@ class Trial(Train):
         """Train for an epoch of the steps in `order`, after the sums of a step were timed."""
         progress, me = self.progress, order.ranks[self.me.rank]
         self.step.micro_batch_size = me.micro_batch_size
+        limits = {number: rank.max_batch_size for number, rank in enumerate(order.ranks)}
+        self.balancer = Balancer(limits) if order.is_balanced else None
         progress.samples = [OwnSamples(rank.num_private, rank.num_public) for rank in order.ranks]
         progress.position = replace(
             progress.position,

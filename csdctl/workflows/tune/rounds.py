@@ -31,6 +31,8 @@ SUM_BYTES = (1 << 16, 1 << 20, 1 << 23)
 FIRST_TRIAL_S, TRIAL_S = 2.0, 3.0
 """Predicted duration of a trial. The first one after probes, which may lead to a second, is shorter."""
 MIN_STEPS, MAX_STEPS = 2, 1000
+BALANCING_S, MIN_BALANCING_STEPS = 4.0, 20
+"""Predicted time in which batch sizes are balanced before a trial, and the steps that this takes at least."""
 MAX_TRIALS = 2
 """Trials of plans that the model calls the best."""
 MAX_OOM_RETRIES = 3
@@ -110,6 +112,18 @@ class FleetMeasurer:
             raise
         self.measuring_s += result.wall_s
         return result
+
+    def balance(self, ranks: Sequence[RankPlan], num_steps: int) -> list[int]:
+        """Return the ranks' batch sizes after steps in which they are balanced. Raises as `run_trial`."""
+        run, began = self._start([rank.node for rank in ranks]), time.monotonic()
+        self._say(f"balancing the plan: {num_steps} steps of all {len(ranks)} ranks")
+        try:
+            sizes = run.balance(ranks, num_steps)
+        except CsdctlError:
+            self.__exit__()
+            raise
+        self.measuring_s += time.monotonic() - began
+        return sizes
 
     def _start(self, names: Sequence[str]) -> TuningRun:
         fleet, facts = self._space.fleet, self._space.facts
@@ -235,7 +249,7 @@ class FitTuner:
                 continue
             tried.append(result)
             rate = choose_plan(model, limits).prediction.samples_per_s
-            gain = rate / plan_choice.predict_samples_per_s(model, best.batch_sizes) - 1
+            gain = rate / plan_choice.predict_plan(model, result.best.batch_sizes).samples_per_s - 1
             is_last = not self.measurer.num_probes or len(tried) == MAX_TRIALS
             if is_last or gain < MIN_GAIN_FOR_TRIAL:
                 best_tried = max(tried, key=lambda tried: tried.result.samples_per_s)
@@ -243,10 +257,21 @@ class FitTuner:
 
     def _try(self, model: FleetModel, best: BestPlan, duration_s: float) -> tuple[FleetModel, TriedPlan]:
         """Return the model after a trial of a plan, which is stored, and the trial."""
+        best = self._balance(model, best)
         ranks = plan_choice.plan_ranks(model, best)
         num_steps = min(MAX_STEPS, max(MIN_STEPS, round(duration_s / best.prediction.step_s)))
         tried = TriedPlan(best, ranks, self.measurer.run_trial(ranks, num_steps))
         return self.measurements.learn_trial(model, tried), tried
+
+    def _balance(self, model: FleetModel, best: BestPlan) -> BestPlan:
+        """Return the plan with batch sizes balanced as in training, if its steps are short enough to try."""
+        num_steps = min(MAX_STEPS, round(BALANCING_S / best.prediction.step_s))
+        if num_steps < MIN_BALANCING_STEPS or len(best.batch_sizes) < 2:
+            return best
+        ranks = plan_choice.plan_ranks(model, best)
+        sizes = self.measurer.balance(ranks, num_steps)
+        by_name = {rank.node: size for rank, size in zip(ranks, sizes, strict=True) if size}
+        return plan_choice.with_batch_sizes(model, best, by_name)
 
     def _limit_memory(self, model: FleetModel, machine: str, batch_size: int) -> FleetModel:
         """Plan smaller micro-batches. Not stored: another process on that machine may be the cause."""

@@ -21,15 +21,15 @@ from pathlib import Path
 
 from csdctl.errors import NodeError, RunError
 from csdctl.fleet.names import format_node_names
-from csdctl.perfmodel.spread import standard_error
 from csdctl.reporting.tally import Amounts, Tally
 from csdctl.supervision.rank_processes import CHECK_WORKER
 from csdctl.supervision.run_setup import Patience
 from csdctl.tuning.fleet_model import TrialResult
 from csdctl.tuning.plan import RankPlan
-from csdctl.worker.protocol.events import EpochEnd, Event, Joined, Probed, SumTimed
+from csdctl.worker.protocol.events import TRIED, EpochEnd, Event, Joined, Probed, Rebalanced, SumTimed
 from csdctl.worker.protocol.orders import Order, Probe, ProbeRequest, Stop, TakeSteps, TrialShard
 from csdctl.worker.protocol.run_spec import TRIAL, TRIAL_SPLIT
+from csdctl.worker.protocol.statistics import standard_error
 from csdctl.workflows.train import resolved
 from csdctl.workflows.train.request import TrainOptions
 from csdctl.workflows.train.resolved import ResolvedRun, RunContext, RunModel
@@ -40,6 +40,8 @@ from csdctl.workflows.workspace.event_stream import EventStream
 SKIPPING_FROM = 10
 """In a trial of at least this many steps, those before a rank's first progress event do not count: the first
 step is slow. A trial of fewer has long steps, without a slow first one."""
+MAX_GROWTH = 2
+"""Without a limit of its memory, the batch of a rank grows to at most this many times its size in a trial."""
 PROBE_DEADLINE_S = 600.0
 OPTIONS = TrainOptions(
     deadlines=Patience(silence_s=2 * PROBE_DEADLINE_S, poll_s=0.05, max_restarts=0), is_balanced=False
@@ -106,6 +108,19 @@ class TuningRun:
 
     def take_steps(self, ranks: Sequence[RankPlan], num_steps: int) -> TrialResult:
         """Take steps with all ranks, with the batch sizes of `ranks`, which are on the same nodes."""
+        return read_trial(self._take_steps(ranks, num_steps), [rank.node for rank in ranks])
+
+    def balance(self, ranks: Sequence[RankPlan], num_steps: int) -> list[int]:
+        """Take steps in which batch sizes change, as in training. Return the batch sizes that were kept."""
+        sizes = [rank.batch_size for rank in ranks]
+        for event in self._take_steps(ranks, num_steps, is_balanced=True):
+            if isinstance(event, Rebalanced) and event.outcome != TRIED:
+                sizes = [event.batch_sizes[str(number)] for number in range(len(ranks))]
+        return sizes
+
+    def _take_steps(
+        self, ranks: Sequence[RankPlan], num_steps: int, *, is_balanced: bool = False
+    ) -> list[Event]:
         context = self._context
         placed = resolved.place_plan(ranks, context.prepared, context.job, context.space.fleet)
         shards = []
@@ -114,9 +129,12 @@ class TuningRun:
             # Matters only with noise, when each private sample has a gradient of its own.
             num_private = num_samples * shard.num_private // max(1, shard.num_samples)
             num_public = num_samples - num_private
-            shards.append(TrialShard(rank.batch_size, rank.micro_batch_size, num_private, num_public))
-        self._orders.put(TakeSteps(tuple(shards)))
-        return read_trial(self._await(Probed, range(len(ranks))), [rank.node for rank in ranks])
+            most = rank.max_batch_size or MAX_GROWTH * rank.batch_size
+            shards.append(
+                TrialShard(rank.batch_size, most, rank.micro_batch_size, num_private, num_public=num_public)
+            )
+        self._orders.put(TakeSteps(tuple(shards), is_balanced))
+        return self._await(Probed, range(len(ranks)))
 
     def _await(self, kind: type[Event], ranks: Sequence[int]) -> list[Event]:
         """Return all events until each of `ranks` has sent one of this kind, the last from a rank."""

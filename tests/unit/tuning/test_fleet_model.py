@@ -11,7 +11,7 @@ from csdctl.perfmodel.prediction import CollectiveCost, StepTime
 from csdctl.tuning import fleet_model
 from csdctl.tuning.fleet_model import ClassModel, FleetModel, fit_collective, fit_step_time, recall_class
 from csdctl.tuning.measurements import CollectiveMeasurement, Point, ProbeMeasurement, ProbeOutcome
-from csdctl.tuning.plan_choice import choose_plan, limit_for_goodput, plan_ranks, predict_samples_per_s
+from csdctl.tuning.plan_choice import choose_plan, limit_for_goodput, plan_ranks, predict_plan
 from csdctl.tuning.search import Limits
 from csdctl.worker.protocol.run_spec import Runtime
 
@@ -82,7 +82,7 @@ def tried(
 def test_throughput_is_predicted_from_the_batch_size_of_each_machine_in_any_order(model: FleetModel) -> None:
     sizes = {"csd1": 8, "host": 64}
     expected = 72 / (max(HOST.at(64), NODE.at(8)) + SUM_S)
-    assert predict_samples_per_s(model, sizes) == pytest.approx(expected)
+    assert predict_plan(model, sizes).samples_per_s == pytest.approx(expected)
 
 
 def test_probe_counts_for_all_machines_of_its_class(model: FleetModel) -> None:

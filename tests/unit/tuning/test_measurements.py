@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from csdctl.perfmodel.spread import Spread, quantile_95, standard_error
+from csdctl.perfmodel.spread import Spread, quantile_95
 from csdctl.tuning import measurements
 from csdctl.tuning.fleet_model import TrialResult
 from csdctl.tuning.measurements import ForecastErrors, ModelProperties, TrialMeasurement, compare_trials
@@ -14,6 +14,7 @@ from csdctl.tuning.plan_choice import confirmed_prediction
 from csdctl.worker.protocol.model_info import ModelInfo
 from csdctl.worker.protocol.recipe import BF16, Recipe
 from csdctl.worker.protocol.run_spec import Runtime
+from csdctl.worker.protocol.statistics import standard_error
 
 
 def test_features_are_those_of_the_model_that_was_built() -> None:

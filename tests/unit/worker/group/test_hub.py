@@ -304,9 +304,10 @@ def announce(group: ScriptedGroup, link: ScriptedLink) -> None:
 
 
 FAULTS = {
-    "more samples": (change(-7, 1e30), "sent the gradient of 1e+30 samples, expected 8"),
-    "samples that are no number": (change(-7, np.nan), "sent the gradient of nan samples, expected 8"),
-    "a stop of all": (change(-6, 1), "asked all ranks to stop"),
+    "more samples": (change(-8, 1e30), "sent the gradient of 1e+30 samples, expected 8"),
+    "samples that are no number": (change(-8, np.nan), "sent the gradient of nan samples, expected 8"),
+    "a stop of all": (change(-7, 1), "asked all ranks to stop"),
+    "a duration": (change(-6, 1), "sent the duration of a step"),
     "the time of another rank": (change(-5, 30), "the time of another rank"),
     "no time": (change(-3, np.nan), "as the time of its step"),
     "not finite": (change(7, np.nan), "sent a gradient that is not finite"),

@@ -42,10 +42,12 @@ COUNTS = {0: 8.0, 2: 6.0, 5: 0.0}
 """A run of six ranks, three of which take part."""
 
 
-def tail(count: float, rank: int, seconds: float = 0.5, stop: float = 0.0) -> np.ndarray:
-    made = np.zeros(2 + 6 + 1, np.float32)
-    made[:2], made[-1] = (count, stop), 9.0
-    made[2 + rank] = seconds
+def tail(
+    count: float, rank: int, seconds: float = 0.5, stop: float = 0.0, duration: float = 0.0
+) -> np.ndarray:
+    made = np.zeros(3 + 6 + 1, np.float32)
+    made[:3], made[-1] = (count, stop, duration), 9.0
+    made[3 + rank] = seconds
     return made
 
 
@@ -70,8 +72,12 @@ def test_other_ends_are_refused(count: float, seconds: float, stop: float, words
     assert words in find_fault(tail(count, 2, seconds, stop), COUNTS, (2,))
 
 
+def test_duration_from_another_rank_than_0_is_refused() -> None:
+    assert "which only rank 0 knows" in find_fault(tail(6, 2, duration=0.2), COUNTS, (2,))
+
+
 def test_seconds_in_the_place_of_another_rank_are_refused() -> None:
     for own_s in (0.5, 0.0):
         sent = tail(6, 2, own_s)
-        sent[2 + 5] = 30.0
+        sent[3 + 5] = 30.0
         assert "the time of another rank" in find_fault(sent, COUNTS, (2,))

@@ -88,7 +88,7 @@ ORDER_EXAMPLES = [
     orders.Begin((0, 2)),
     orders.Stop(),
     orders.Probe({"1": orders.ProbeRequest(32)}),
-    orders.TakeSteps((orders.TrialShard(32, 16, 10, 22), orders.TrialShard(4, None, 0, 4))),
+    orders.TakeSteps((orders.TrialShard(32, 64, 16, 10, 22), orders.TrialShard(4, 8, None, 0, 4)), True),
     orders.Ping(4),
 ]
 

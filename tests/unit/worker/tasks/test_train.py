@@ -384,7 +384,7 @@ def test_rank_gives_its_own_samples_and_seconds_and_asks_nobody_to_stop() -> Non
     for vector, _ in group.given[:-1]:
         assert vector[layout.count] == SIZES[2]
         assert vector[layout.step_size] == 0
-        assert [seconds > 0 for seconds in vector[layout.step_size + 1 : -1]] == [False, False, True]
+        assert [seconds > 0 for seconds in vector[layout.step_size + 1 : -1]] == [False, False, False, True]
 
 
 def test_rank_0_expects_of_each_rank_that_takes_part_its_weighted_samples() -> None:
@@ -428,7 +428,8 @@ def test_slow_rank_gets_fewer_samples_within_a_constant_global_batch(
     """No other gets more than its `limit`, which is what its memory holds."""
 
     def slow_down(total: np.ndarray, layout: Any) -> None:
-        total[layout.step_size + 1 : -1] = 0.01, 0.0, 10.0
+        total[layout.step_size + 1] = 3.0 * task.progress.position.batch_sizes["2"]
+        total[layout.step_size + 2 : -1] = 0.01, 0.0, total[layout.step_size + 1]
 
     task = load_task(epochs=8)
     host, *nodes = task.spec.ranks

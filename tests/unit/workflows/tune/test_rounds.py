@@ -171,6 +171,8 @@ class ScriptedMeasurer:
     trial: Callable[[Sequence[RankPlan]], TrialResult] = trial_of
     num_probes: int = 0
     num_ranks: int = 3
+    moved_share: float = 0.0
+    """The part of the host's batch that balancing moves to the first node."""
     sums: list[tuple[int, int]] = field(default_factory=list)
     rounds: list[Mapping[str, ProbeRequest]] = field(default_factory=list)
     trials: list[Sequence[RankPlan]] = field(default_factory=list)
@@ -193,6 +195,11 @@ class ScriptedMeasurer:
     def run_trial(self, ranks: Sequence[RankPlan], num_steps: int) -> TrialResult:
         self.trials.append(ranks)
         return self.trial(ranks)
+
+    def balance(self, ranks: Sequence[RankPlan], num_steps: int) -> list[int]:
+        host, *nodes = (rank.batch_size for rank in ranks)
+        moved = round(host * self.moved_share)
+        return [host - moved, nodes[0] + moved, *nodes[1:]]
 
 
 def tune(at: MeasuredProject, measurer: ScriptedMeasurer, messages: list[str] | None = None) -> TunedFleet:
@@ -222,6 +229,18 @@ def test_first_tuning_times_sums_probes_every_class_and_tries_the_plan(at: Measu
     again = ScriptedMeasurer()
     tune(at, again)
     assert again.sums == []
+
+
+def test_batch_sizes_that_steps_of_all_ranks_have_balanced_are_tried_and_planned(
+    at: MeasuredProject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rounds, "MIN_BALANCING_STEPS", 1)
+    planned = tune(at, ScriptedMeasurer()).tried.best.batch_sizes
+    measurer = ScriptedMeasurer(moved_share=0.1)
+    balanced = tune(at, measurer).tried
+    assert [rank.batch_size for rank in measurer.trials[0]] == [*balanced.best.batch_sizes.values()]
+    assert balanced.best.batch_sizes["host"] < planned["host"]
+    assert sum(balanced.best.batch_sizes.values()) == sum(planned.values())
 
 
 @pytest.mark.parametrize("better", [0, 1])
