@@ -27,7 +27,7 @@ NUM_SKIPPED = 2
 MIN_GAIN = 0.01
 """The share of a step that a change must promise to save."""
 CERTAIN, LIKELY = 4.0, 1.5
-"""Standard errors at which a difference is certain, and at which it counts when a trial ends undecided."""
+"""Standard errors at which a difference is certain, and at which it counts at the end of a trial."""
 MIN_SCALE = 0.25
 """A change that failed is tried again at half its size, down to this share of it."""
 NEW = 0.5
@@ -153,7 +153,8 @@ class Balancer:
             return None
         before_s, after_s = mean_without_longest(before), mean_without_longest(after)
         gain, error = 1 - after_s / before_s, math.hypot(standard_error(before), standard_error(after))
-        if len(after) >= MIN_STEPS and abs(gain) <= CERTAIN * error and len(after) < MAX_STEPS:
+        is_open = -LIKELY * error <= gain <= CERTAIN * error  # a loss ends a trial earlier than a gain
+        if len(after) >= MIN_STEPS and is_open and len(after) < MAX_STEPS:
             return None
         if gain > LIKELY * error:
             self._failed = None
