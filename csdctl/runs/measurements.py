@@ -52,7 +52,8 @@ class Kind(Generic[ValueT, ClassT]):
     identity: Callable[[ValueT], Any]
 
 
-PROBE_SETTINGS, SUM_SETTINGS = attrgetter("settings", "batch_size"), attrgetter("num_ranks", "num_bytes")
+PROBE_SETTINGS = attrgetter("settings", "batch_size", "node")
+SUM_SETTINGS = attrgetter("num_ranks", "num_bytes")
 PROBE = Kind("probe", TypeAdapter(Stored[ProbeMeasurement, MachineClass]), PROBE_SETTINGS)
 SUM = Kind("sum", TypeAdapter(Stored[CollectiveMeasurement, FleetClass]), SUM_SETTINGS)
 TRIAL = Kind("trial", TypeAdapter(Stored[TrialMeasurement, FleetClass]), lambda trial: ())

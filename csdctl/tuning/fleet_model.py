@@ -40,7 +40,7 @@ SPREAD = 2.0
 OOM_RETRY_SHARE = 0.6
 """After a rank ran out of memory in a trial, it computes this share of the samples at once."""
 OUTLIER_TOLERANCE = 0.1
-"""A machine that differs from its class by more than this share in a trial gets a separate step time."""
+"""A machine that differs from its class by more than this share gets a separate step time."""
 
 
 def fit_step_time(probes: Sequence[measurements.Point]) -> StepTime:
@@ -204,6 +204,7 @@ class ClassModel:
     trial_sizes: tuple[int, ...] = ()
     """The batch sizes of the trials from which `in_step_factor` was computed."""
     num_new_probes: int = 0
+    """Sizes that were probed in this tuning, counted once in each round."""
     too_large: int | None = None
     """The smallest batch size that did not fit in memory."""
     peaks: Mapping[int, int] = field(default_factory=dict)
@@ -254,7 +255,7 @@ class ClassModel:
                 peaks[size] = max(outcome.peak_memory_bytes, peaks.get(size, 0))
         if too_large and max((point.batch_size for point in points), default=0) >= too_large:
             too_large = None  # a larger batch fitted: the process was killed for another reason
-        num_new_probes = self.num_new_probes + len(outcomes)
+        num_new_probes = self.num_new_probes + len({outcome.batch_size for outcome in outcomes})
         return replace(
             self, points=tuple(points), peaks=peaks, too_large=too_large, num_new_probes=num_new_probes
         )
@@ -288,7 +289,7 @@ class FleetModel:
     overhead_factor: float = 1.0
     """Time of a step without the sum, relative to the compute time of its slowest rank."""
     outlier_factors: Mapping[str, float] = field(default_factory=dict)
-    """Step time relative to the machine class, of machines that differ from it."""
+    """Step time relative to the machine class, 1 for most. Machines that were not compared are missing."""
 
     @property
     def is_host_training(self) -> bool:
@@ -336,12 +337,32 @@ class FleetModel:
 
 
 def learn_probes(model: FleetModel, outcomes: Mapping[str, measured.ProbeOutcome]) -> FleetModel:
-    """Return the model updated with one round of probes, by machine, with the settings of its class."""
-    classes = {
-        name: members.with_probes([outcomes[machine] for machine in members.machines if machine in outcomes])
-        for name, members in model.classes.items()
-    }
-    return replace(model, classes=classes)
+    """Return the model updated with one round of probes, by machine, with the settings of its class.
+
+    Machines of one class that have probed the same size are compared. A machine that cannot be compared, for
+    lack of memory, counts as usual.
+    """
+    classes, factors = dict(model.classes), dict(model.outlier_factors)
+    for name, members in model.classes.items():
+        probed = {machine: outcomes[machine] for machine in members.machines if machine in outcomes}
+        times = {name: outcome.step_time_s for name, outcome in probed.items() if outcome.step_time_s}
+        if len(probed) == len(members.machines) and len({its.batch_size for its in probed.values()}) == 1:
+            usual = median(times.values()) if times else 1.0
+            factors |= {machine: factor_of(times.get(machine, usual) / usual) for machine in probed}
+        classes[name] = members.with_probes(
+            [
+                replace(outcome, step_time_s=times[machine] / factors.get(machine, 1.0))
+                if machine in times
+                else outcome
+                for machine, outcome in probed.items()
+            ]
+        )
+    return replace(model, classes=classes, outlier_factors=factors)
+
+
+def factor_of(ratio: float) -> float:
+    """Return the step time of a machine relative to its class: 1 where it differs little."""
+    return ratio if abs(ratio - 1) > OUTLIER_TOLERANCE else 1.0
 
 
 def learn_trial(model: FleetModel, tried: TriedPlan) -> FleetModel:
@@ -360,7 +381,7 @@ def learn_trial(model: FleetModel, tried: TriedPlan) -> FleetModel:
         usual = median(ratios.values())
         classes[name] = members.with_trial(max(sizes[machine] for machine in ratios), usual)
         for machine, ratio in ratios.items():
-            outliers[machine] = ratio / usual if abs(ratio / usual - 1) > OUTLIER_TOLERANCE else 1.0
+            outliers[machine] = factor_of(ratio / usual)
     learned = replace(model, classes=classes, outlier_factors=outliers)
     step_times = learned.step_times()
     ranks = [(step_times[machine], size) for machine, size in sizes.items()]

@@ -60,6 +60,10 @@ class ProbeMeasurement(ProbeOutcome):
     settings: Runtime
     measured_at: float
     """Unix time."""
+    node: str = ""
+    """The machine that was measured. '' in measurements of earlier versions."""
+    factor: float = 1.0
+    """Its step time relative to its class, by which `step_time_s` was divided."""
 
     @property
     def is_from_trial(self) -> bool:

@@ -1,8 +1,9 @@
 """The best plan for a modelled fleet, and what to probe next: a few informative sizes. Pure.
 
-Machines of one class may probe different batch sizes in a round. The first round uses small sizes, which are
-quick. Then the fits give the batch sizes of the best plan, and the next rounds probe at most half of those,
-until every class was measured there: large steps take long, and the trial measures them.
+In the first round, all machines of a class probe the same small size: their facts may be alike and their
+speeds not. Later, machines of one class may probe different sizes. The fits give the batch sizes of the best
+plan, and the next rounds probe at most half of those, until every class was measured there: large steps take
+long, and the trial measures them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,8 +24,8 @@ GOODPUT_SIZES = 20
 """Global batches to compare, each √2 times the next smaller."""
 MAX_PROBES = 8
 """Maximum number of probes per class in one tuning."""
-FIRST_SIZES = {1: (16,), 2: (4, 16), 3: (2, 6, 16)}
-"""Batch sizes of the first round, by number of machines that measure. A slow node takes seconds for them."""
+FIRST_SIZE, COMPARED_SIZE = 16, 8
+"""Batch size of the first round, of a machine alone and of several in a class. A slow node takes seconds."""
 MAX_GROWTH = 4
 """Limit of a probe's batch, relative to the largest that fitted: a larger jump could exhaust memory."""
 NEAR = 2.5
@@ -169,8 +170,13 @@ def next_probes(model: FleetModel, limits: Limits) -> dict[str, int]:
     most = max(1, limits.largest_global_batch - len(model.machines) + 1)
     probes: dict[str, int] = {}
     for members in model.classes.values():
+        if not model.outlier_factors.keys() >= {*members.machines} and len(members.machines) > 1:
+            fitting = members.too_large - 1 if members.too_large else COMPARED_SIZE
+            probes |= dict.fromkeys(members.machines, max(1, min(COMPARED_SIZE, fitting, most)))
+            continue
+        fastest_first = sorted(members.machines, key=lambda name: model.outlier_factors.get(name, 1.0))
         planned = max((sizes[machine] for machine in members.machines if machine in sizes), default=None)
-        probes |= zip(members.machines, _next_class_sizes(members, planned, most), strict=False)
+        probes |= zip(fastest_first, _next_class_sizes(members, planned, most), strict=False)
     return probes
 
 
@@ -199,7 +205,7 @@ def _next_class_sizes(members: ClassModel, planned: int | None, most: int) -> li
     if not members.points and members.too_large is not None:
         return [max(1, members.too_large // MAX_GROWTH)]
     if not members.points:
-        return list(dict.fromkeys(min(size, most) for size in FIRST_SIZES[min(count, max(FIRST_SIZES))]))
+        return [min(FIRST_SIZE, most)]
     if planned is None:
         return []
     measured = (*members.sizes, *members.trial_sizes)

@@ -20,9 +20,10 @@ from csdctl.runs.measurements import PROBE, SUM, TRIAL, MeasurementStore
 from csdctl.tuning import fleet_model
 from csdctl.tuning import measurements as measured
 from csdctl.tuning.fleet_model import ClassModel, FleetModel, TriedPlan
-from csdctl.tuning.measurements import CollectiveMeasurement, ProbeMeasurement
+from csdctl.tuning.measurements import CollectiveMeasurement, ProbeMeasurement, ProbeOutcome
 from csdctl.worker.protocol.datasets import DatasetInfo
 from csdctl.worker.protocol.events import SumTimed
+from csdctl.worker.protocol.run_spec import Runtime
 from csdctl.workflows.train.plan import default_runtime
 
 
@@ -62,21 +63,34 @@ class FleetMeasurements:
             (name, HOST_NAME if name == HOST_NAME else self._machine_classes[name].key)
             for name in self._machines
         )
-        classes = {name: self._recall_class(machines) for name, machines in by_class.items()}
+        classes: dict[str, ClassModel] = {}
+        factors: dict[str, float] = {}
+        for name, machines in by_class.items():
+            blank = self._blank_class(machines)
+            probes = self._store.find(
+                PROBE, self._machine_classes[machines[0]].key, self.model.hash, self._recipe
+            )
+            classes[name] = fleet_model.recall_class(blank, probes)
+            latest = {probe.node: probe.factor for probe in probes if probe.settings == blank.settings}
+            factors |= {machine: latest[machine] for machine in machines if machine in latest}
         must_train = frozenset({HOST_NAME, *required, *(name for name, _ in self.fleet.networks)})
-        return FleetModel(tuple(self._machines), classes, self.model.vector_bytes, must_train)
+        return FleetModel(
+            tuple(self._machines),
+            classes,
+            self.model.vector_bytes,
+            required=must_train,
+            outlier_factors=factors,
+        )
 
-    def _recall_class(self, machines: Sequence[str]) -> ClassModel:
+    def _blank_class(self, machines: Sequence[str]) -> ClassModel:
         first, facts = machines[0], self._facts
         limits = (fleet_model.rank_memory_bytes(facts[machine].usable_memory_bytes) for machine in machines)
-        blank = ClassModel(
+        return ClassModel(
             tuple(machines),
             default_runtime(first, self.fleet, facts),
             memory_bytes=min(filter(None, limits), default=None),
             is_divisible=self.model.is_divisible,
         )
-        probes = self._store.find(PROBE, self._machine_classes[first].key, self.model.hash, self._recipe)
-        return fleet_model.recall_class(blank, probes)
 
     def recall_overhead(self, model: FleetModel) -> float | None:
         """Return the overhead factor of `model` in the newest trial on such a fleet. None without one."""
@@ -113,8 +127,7 @@ class FleetMeasurements:
             members = model.class_of(machine)
             is_too_large = outcome.is_oom_kill and outcome.batch_size >= (members.too_large or math.inf)
             if outcome.step_time_s is not None or is_too_large:
-                probe = ProbeMeasurement(**asdict(outcome), settings=members.settings, measured_at=now)
-                self._add_probe(machine, probe)
+                self._add_probe(model, machine, outcome, members.settings, measured_at=now)
         return model
 
     def learn_trial(self, model: FleetModel, tried: TriedPlan) -> FleetModel:
@@ -132,14 +145,21 @@ class FleetMeasurements:
         self._store.add(TRIAL, self._fleet_class, [trial], self.model, self._recipe)
         for rank in tried.ranks:
             if rank.batch_size:
-                step_time_s = tried.compute_s[rank.node] / model.outlier_factors.get(rank.node, 1.0)
-                probe = ProbeMeasurement(
-                    rank.batch_size, step_time_s, None, settings=rank.runtime, measured_at=now
-                )
-                self._add_probe(rank.node, probe)
+                outcome = ProbeOutcome(rank.batch_size, tried.compute_s[rank.node], None)
+                self._add_probe(model, rank.node, outcome, rank.runtime, measured_at=now)
         return model
 
-    def _add_probe(self, machine: str, probe: ProbeMeasurement) -> None:
+    def _add_probe(
+        self, model: FleetModel, machine: str, outcome: ProbeOutcome, settings: Runtime, *, measured_at: float
+    ) -> None:
+        """Store a measurement of a machine as its class' and its factor, by which it differs."""
+        factor = model.outlier_factors.get(machine, 1.0)
+        fields = asdict(outcome)
+        if outcome.step_time_s is not None:
+            fields["step_time_s"] = outcome.step_time_s / factor
+        probe = ProbeMeasurement(
+            **fields, settings=settings, measured_at=measured_at, node=machine, factor=factor
+        )
         self._store.add(PROBE, self._machine_classes[machine], [probe], self.model, self._recipe)
 
 

@@ -7,7 +7,7 @@ import pytest
 from csdctl.perfmodel.prediction import CollectiveCost, RankModel, StepTime, predict
 from csdctl.tuning.fleet_model import ClassModel, FleetModel, learn_probes
 from csdctl.tuning.measurements import Point, ProbeOutcome
-from csdctl.tuning.plan_choice import MAX_PROBES, next_probes
+from csdctl.tuning.plan_choice import COMPARED_SIZE, MAX_PROBES, choose_plan, next_probes
 from csdctl.tuning.search import BestPlan, Limits, find_best
 from csdctl.tuning.stannis import Measure, TuningError
 
@@ -57,7 +57,7 @@ class Machines:
         return 1 - reached.samples_per_s / self.best(true).prediction.samples_per_s
 
     def num_probes(self, key: str) -> int:
-        return sum(self.class_of[machine] == key for machine, _ in self.probed)
+        return len({size for machine, size in self.probed if self.class_of[machine] == key})
 
 
 def probed(model: FleetModel, measure: Measure, limits: Limits) -> FleetModel:
@@ -84,11 +84,27 @@ def test_few_probes_find_the_best_plan_of_exact_machines(classes: dict[str, tupl
     assert all(machines.num_probes(key) <= 6 for key in classes)
 
 
-def test_machines_of_a_class_measure_different_sizes_in_one_round() -> None:
+def test_machines_of_a_class_measure_the_same_size_first_and_different_sizes_in_later_rounds() -> None:
     machines = Machines({"host": (StepTime(0.01, 0.003), 1), "a": (StepTime(0.03, 0.02), 3)})
     probed(machines.model(), machines.measure, LIMITS)
-    first = dict(machines.probed[:4])
-    assert len({first[name] for name in ("a0", "a1", "a2")}) == 3
+    sizes = [size for name, size in machines.probed if name.startswith("a")]
+    assert sizes[:3] == [COMPARED_SIZE] * 3
+    assert sizes[3] != sizes[4]
+
+
+def test_machines_whose_facts_are_alike_are_planned_by_their_speeds() -> None:
+    speeds = {"host": 1.0, "a0": 0.5, "a1": 0.2, "a2": 0.1}
+
+    def measure(sizes: Mapping[str, int]) -> dict[str, float | None]:
+        return {name: StepTime(0.004, 0.002).at(size) / speeds[name] for name, size in sizes.items()}
+
+    classes = {"host": ClassModel(("host",)), "a": ClassModel(("a0", "a1", "a2"))}
+    model = FleetModel(tuple(speeds), classes, collective_cost=CollectiveCost(per_rank_s=0.01))
+    model = probed(model, measure, LIMITS)
+    true = [RankModel(name, StepTime(0.004, 0.002).scaled(1 / speed)) for name, speed in speeds.items()]
+    chosen, best = choose_plan(model, LIMITS), find_best(true, LIMITS, model.sum_s)
+    reached = predict(true, [chosen.batch_sizes[name] for name in speeds], model.sum_s(4))
+    assert reached.samples_per_s > 0.99 * best.prediction.samples_per_s
 
 
 def test_out_of_memory_is_a_result_and_bounds_later_probes() -> None:
