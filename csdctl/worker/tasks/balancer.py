@@ -96,12 +96,16 @@ class Balancer:
         if is_known:
             self._durations = [*self._durations[1 - MAX_STEPS :], previous_step_s]
 
-    def decide(self, batch_sizes: Mapping[int, int]) -> Change | None:
+    def decide(self, batch_sizes: Mapping[int, int], *, may_try: bool = True) -> Change | None:
         """Return other batch sizes with the same sum, or that a trial has succeeded. None: nothing changes.
 
-        A rank with batch size 0 keeps it.
+        A rank with batch size 0 keeps it. `may_try`: whether a trial may begin.
         """
-        change = self._judge(self._trial) if self._trial else self._propose(batch_sizes)
+        change = None
+        if self._trial:
+            change = self._judge(self._trial)
+        elif may_try:
+            change = self._propose(batch_sizes)
         if change:
             self._trial = change if change.outcome == TRIED else None
             self._sizes_before = dict(batch_sizes)

@@ -30,6 +30,8 @@ from csdctl.worker.tasks.progress import CallbackState, Reporter, StepTotals, gl
 from csdctl.worker.tasks.task import FINISHED, ModelTask
 
 EVALUATION_BATCH = 256
+MAX_SPANS = 1000
+"""The state lists the reassigned parts of the epoch. With so many, no other batch sizes are tried."""
 DIVERGED = "lower recipe.learning_rate or lengthen recipe.warmup_epochs"
 LAST_GOOD = "; the model of the last good epoch is in the run directory"
 
@@ -337,7 +339,8 @@ class Train(ModelTask):
             return
         sizes = {share.rank: share.batch_size for share in progress.segment.shares}
         self.balancer.observe({rank: float(times_s[rank]) for rank in sizes}, previous_step_s)
-        change = self.balancer.decide(sizes)
+        num_spans = sum(len(share.reassigned) for share in progress.segment.shares)
+        change = self.balancer.decide(sizes, may_try=num_spans < MAX_SPANS)
         if change is None:
             return
         if self.is_root:

@@ -223,6 +223,13 @@ def test_batch_sizes_return_when_a_slowdown_ends() -> None:
     assert abs(after[1] - 200) < 20
 
 
+def test_no_trial_begins_where_none_may() -> None:
+    balancer, sizes = Balancer({}), {0: 100, 1: 100}
+    for _ in range(MAX_STEPS):
+        balancer.observe({0: 1.0, 1: 2.0}, 2.0)
+        assert balancer.decide(sizes, may_try=False) is None
+
+
 def test_rank_that_sits_out_gets_no_samples_when_another_becomes_slow() -> None:
     sizes, _, _ = run({0: 0, 1: 100, 2: 100}, Ranks({0: 1e9, 1: 100.0, 2: 50.0}), 30, Balancer({}))
     assert sizes[0] == 0
