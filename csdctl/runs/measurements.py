@@ -25,6 +25,9 @@ from csdctl.tuning.measurements import (
 NUM_NEWEST = 50
 """Repeated measurements that are used, the newest: a fleet changes."""
 
+PROBE_SETTINGS = attrgetter("settings", "batch_size", "node")
+SUM_SETTINGS = attrgetter("num_ranks", "num_bytes")
+
 ValueT = TypeVar("ValueT", bound=ProbeMeasurement | CollectiveMeasurement | TrialMeasurement)
 ClassT = TypeVar("ClassT", bound=MachineClass | FleetClass)
 NO_MODEL = ModelProperties("", "")
@@ -52,8 +55,6 @@ class Kind(Generic[ValueT, ClassT]):
     identity: Callable[[ValueT], Any]
 
 
-PROBE_SETTINGS = attrgetter("settings", "batch_size", "node")
-SUM_SETTINGS = attrgetter("num_ranks", "num_bytes")
 PROBE = Kind("probe", TypeAdapter(Stored[ProbeMeasurement, MachineClass]), PROBE_SETTINGS)
 SUM = Kind("sum", TypeAdapter(Stored[CollectiveMeasurement, FleetClass]), SUM_SETTINGS)
 TRIAL = Kind("trial", TypeAdapter(Stored[TrialMeasurement, FleetClass]), lambda trial: ())
