@@ -32,7 +32,7 @@ MIN_SCALE = 0.25
 """A change that failed is tried again at half its size, down to this share of it."""
 NEW = 0.5
 """An imbalance is a new one when it has grown or shrunk by this share since a change failed."""
-MAX_LOSS, FREE_STEPS = 0.005, 2
+MAX_LOSS, FREE_STEPS = 0.015, 1
 """Failed trials may lose this share of the time so far, in addition to the time of this number of steps."""
 
 
@@ -137,8 +137,11 @@ class Balancer:
             )
             # Where a limit binds, balance is out of reach, and there may be nothing to gain.
             saved_s = step_s[slowest] - max(size / speeds[rank] for rank, size in better.items())
-            if slowdown > 1 + CERTAIN * error and saved_s > MIN_GAIN * fmean(self._durations):
-                self._durations_before = self._durations[-window:]
+            before = self._durations[-window:]
+            # What a trial cannot show is not tried.
+            least_gain = max(MIN_GAIN, CERTAIN * standard_error(before))
+            if slowdown > 1 + CERTAIN * error and saved_s > least_gain * fmean(before):
+                self._durations_before = before
                 return Change({**batch_sizes, **better}, TRIED, slowest, slowdown, scale)
         return None
 
