@@ -16,7 +16,7 @@ from csdctl.worker.group import communicator
 from csdctl.worker.group.channel import MAX_VALUE_BYTES, NUMBER, Channel, Letter
 from csdctl.worker.group.communicator import NUM_KEPT, HubCommunicator, HubProcess
 from csdctl.worker.group.hub import MAX_HELD_BYTES, HubSettings
-from csdctl.worker.group.values import RankLostError, StepVoidError
+from csdctl.worker.group.values import PeerFaultError, RankLostError, StepVoidError
 from csdctl.worker.protocol.sandbox import link_address
 from tests.linked_ranks import HUB_COMMAND, add
 from tests.patience import eventually
@@ -254,6 +254,13 @@ def test_rank_that_waits_for_bytes_of_a_lost_rank_learns_it(group: ScriptedGroup
     first.close()
     with pytest.raises(RankLostError):
         group.host.receive(1, 7, "samples")
+
+
+def test_rank_that_sends_one_byte_too_many_is_named(group: ScriptedGroup) -> None:
+    first, *_ = group.begin([1, 2, 3])
+    first.send(Letter.DATA, NUMBER.pack(1) + b"content")
+    with pytest.raises(PeerFaultError, match="sent 7 bytes, expected at most 6"):
+        group.host.receive(1, 6, "samples")
 
 
 def test_waits_are_those_for_ranks_that_came_after_rank_0(group: ScriptedGroup) -> None:
