@@ -241,7 +241,8 @@ class TrainingView(View):
         length = f"{abs(event.gain):.1%} {'shorter' if event.gain > 0 else 'longer'}"
         if event.outcome == events.KEPT:
             return f"steps are {length}: the batch sizes are kept"
-        return f"steps are {length}: the batch sizes are taken back; {since}"
+        then = "to compare," if event.outcome == events.COMPARED else "the batch sizes are taken back:"
+        return f"steps are {length}; {then} {since}"
 
     def _format_joined(self, event: Joined, num_steps: int) -> str:
         """Return who takes part from here on. '' at the start of a run."""

@@ -174,6 +174,8 @@ class TrialResult:
     """Peak memory of each rank's process. None where it was not reported."""
     error: float = 0.0
     """The relative standard error of `step_s`."""
+    save_s: float = 0.0
+    """Seconds of a checkpoint. 0 where it was not measured."""
 
 
 @dataclass(frozen=True)

@@ -128,6 +128,8 @@ class Training:
     num_validation: int
     epochs: int
     is_repeating: bool = False
+    save_s: float = 0.0
+    """Seconds at the end of an epoch in which the state and the best model are written."""
     evaluation_share: float = 0.0
     """The time of a forward pass of a sample relative to its share of a step."""
 
@@ -187,7 +189,7 @@ class Training:
         num_steps = steps_per_epoch(self._place({HOST_NAME: global_batch}))
         evaluation_s = self.num_validation * self._sample_s(HOST_NAME)
         epoch_s = (num_steps * host.at(global_batch) + evaluation_s) * shares.head
-        next_run_s = self.start_s + self.epochs * epoch_s
+        next_run_s = self.start_s + self.epochs * (epoch_s + self.save_s)
         on_host = by_all.changed(
             epoch_s=epoch_s,
             first_run_s=by_all.first_run_s - by_all.next_run_s + fetch_s + next_run_s,
@@ -242,7 +244,7 @@ class Training:
     def _forecast(
         self, strategy: Strategy, cut: str, batch_sizes: Mapping[str, int], epoch_s: float
     ) -> StrategyForecast:
-        run_s = self.start_s + self.epochs * epoch_s
+        run_s = self.start_s + self.epochs * (epoch_s + self.save_s)
         return StrategyForecast(
             strategy=strategy,
             cut=cut,

@@ -19,7 +19,7 @@ SUMS, SAMPLES, STATE, ACTIVATIONS = "sums", "samples", "state", "activations"
 """Traffic between ranks: vectors to be summed, reassigned public samples, the state of a run, and what passes
 the cut of a model: activations, labels, and gradients of activations."""
 TRAFFIC_NAMES = (SUMS, SAMPLES, STATE, ACTIVATIONS)
-TRIED, KEPT, TAKEN_BACK = OUTCOMES = "tried", "kept", "taken back"
+TRIED, COMPARED, KEPT, TAKEN_BACK = OUTCOMES = "tried", "compared", "kept", "taken back"
 """What becomes of a change of batch sizes (`Rebalanced.outcome`)."""
 EVENT_PREFIX = "@csdctl "
 """An event is a line on the worker's standard output that starts with this."""
@@ -45,6 +45,13 @@ class SumTimed(Event):
     ranks: tuple[RankNumber, ...]
     num_bytes: Count
     sum_s: Seconds
+
+
+@dataclass(frozen=True)
+class SaveTimed(Event):
+    """The seconds in which rank 0 has written a checkpoint to disk."""
+
+    save_s: Seconds
 
 
 @dataclass(frozen=True)
@@ -314,7 +321,7 @@ def _cut(text: str) -> str:
     return text if len(text) <= MAX_MESSAGE_CHARS else text[: MAX_MESSAGE_CHARS - 1] + "…"
 
 
-FROM_RANK_0 = (Rebalanced, Verified, Evaluating, CheckpointSaved, Joined, SumTimed)
+FROM_RANK_0 = (Rebalanced, Verified, Evaluating, CheckpointSaved, Joined, SumTimed, SaveTimed)
 """Events that concern all ranks, or something on the host."""
 FROM_CSDCTL = (NodeLost, NodeBack)
 FIELDS_OF_RANK_0 = {

@@ -2,7 +2,8 @@
 
 The compute times of the ranks suggest other batch sizes. Whether these make steps shorter is not certain: a
 rank that waits may save a quota of the CPU for its next step, and ranks of one machine share its cores. So
-every change is a trial. It is kept if steps become shorter, and taken back otherwise.
+every change is a trial, between steps with the batch sizes before: a machine's speed changes, too. It is kept
+if steps are shorter with it, and taken back otherwise.
 
 Every rank sees the same times (they are sent with the gradient), so every rank makes the same decision. The
 global batch size stays constant.
@@ -15,7 +16,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 
 from csdctl.worker.group.values import MAX_STEP_S
-from csdctl.worker.protocol.events import KEPT, TAKEN_BACK, TRIED
+from csdctl.worker.protocol.events import COMPARED, KEPT, TAKEN_BACK, TRIED
 from csdctl.worker.protocol.statistics import standard_error
 
 WINDOWS = (5, 15, 60)
@@ -28,10 +29,12 @@ MIN_GAIN = 0.01
 """The share of a step that a change must promise to save."""
 CERTAIN, LIKELY = 4.0, 1.5
 """Standard errors at which a difference is certain, and at which it counts at the end of a trial."""
+LARGE = 0.2
+"""A certain gain of this share of a step is kept without a comparison."""
 MIN_SCALE = 0.25
 """A change that failed is tried again at half its size, down to this share of it."""
-NEW = 0.5
-"""An imbalance is a new one when it has grown or shrunk by this share since a change failed."""
+GROWN, LONGER = 2.0, 1.15
+"""An imbalance is a new one when it has grown by this factor since a change failed, or steps have."""
 MAX_LOSS, FREE_STEPS = 0.015, 1
 """Failed trials may lose this share of the time so far, in addition to the time of this number of steps."""
 
@@ -42,13 +45,15 @@ class Change:
 
     batch_sizes: dict[int, int]
     outcome: str
-    """TRIED, KEPT or TAKEN_BACK."""
+    """TRIED; COMPARED: the sizes before, once more; KEPT or TAKEN_BACK."""
     slowest: int
     """The rank that the others waited for before the trial."""
     slowdown: float
     """Its compute time before the trial, relative to a balanced step."""
     scale: float
     """The share of the change that the compute times suggested."""
+    step_s: float
+    """Seconds of a step before the trial."""
     gain: float = 0.0
     """By which share steps were shorter in the trial. 0 at its start."""
 
@@ -64,9 +69,11 @@ class Balancer:
     def forget(self) -> None:
         """Start again: other ranks take part."""
         self._trial: Change | None = None
-        self._sizes_before: dict[int, int] = {}
-        self._durations_before: list[float] = []
-        """Before the trial."""
+        """The latest change, while its outcome is open."""
+        self._before: tuple[dict[int, int], list[float]] = {}, []
+        """Batch sizes and durations before the trial."""
+        self._tried: tuple[dict[int, int], list[float]] = {}, []
+        """Batch sizes and durations of the trial."""
         self._failed: Change | None = None
         """The latest trial without a gain, until a change is kept."""
         self._total_s = self._lost_s = 0.0
@@ -103,12 +110,11 @@ class Balancer:
         """
         change = None
         if self._trial:
-            change = self._judge(self._trial)
+            change = (self._judge if self._trial.outcome == TRIED else self._compare)(self._trial)
         elif may_try:
             change = self._propose(batch_sizes)
         if change:
-            self._trial = change if change.outcome == TRIED else None
-            self._sizes_before = dict(batch_sizes)
+            self._trial = change if change.outcome in (TRIED, COMPARED) else None
             self._watch()
         return change
 
@@ -123,12 +129,14 @@ class Balancer:
             steps = self._times[-window:]
             if len(steps) < window or (self._num_watched - NUM_SKIPPED) % window:
                 continue
-            step_s = {rank: mean_without_longest([step[rank] for step in steps]) for rank in sizes}
-            slowest = max(step_s, key=lambda rank: step_s[rank])
-            slowdown = step_s[slowest] / balanced_s(sizes, step_s)
+            compute_s = {rank: mean_without_longest([step[rank] for step in steps]) for rank in sizes}
+            slowest = max(compute_s, key=lambda rank: compute_s[rank])
+            slowdown = compute_s[slowest] / balanced_s(sizes, compute_s)
             error = standard_error([step[slowest] / balanced_s(sizes, step) for step in steps])
-            speeds = {rank: size / max(1e-9, step_s[rank]) for rank, size in sizes.items()}
-            scale = self._choose_scale(slowest, slowdown)
+            speeds = {rank: size / max(1e-9, compute_s[rank]) for rank, size in sizes.items()}
+            before = self._durations[-window:]
+            step_s = fmean(before)
+            scale = self._choose_scale(slowdown, step_s)
             suggested = apportion(total, speeds, self._limits)
             better = apportion(
                 total,
@@ -136,39 +144,60 @@ class Balancer:
                 self._limits,
             )
             # Where a limit binds, balance is out of reach, and there may be nothing to gain.
-            saved_s = step_s[slowest] - max(size / speeds[rank] for rank, size in better.items())
-            before = self._durations[-window:]
+            saved_s = compute_s[slowest] - max(size / speeds[rank] for rank, size in better.items())
             # What a trial cannot show is not tried.
             least_gain = max(MIN_GAIN, CERTAIN * standard_error(before))
-            if slowdown > 1 + CERTAIN * error and saved_s > least_gain * fmean(before):
-                self._durations_before = before
-                return Change({**batch_sizes, **better}, TRIED, slowest, slowdown, scale)
+            if slowdown > 1 + CERTAIN * error and saved_s > least_gain * step_s:
+                tried = {**batch_sizes, **better}
+                self._before, self._tried = (dict(batch_sizes), before), (tried, [])
+                return Change(tried, TRIED, slowest, slowdown, scale, step_s)
         return None
 
-    def _choose_scale(self, slowest: int, slowdown: float) -> float:
+    def _choose_scale(self, slowdown: float, step_s: float) -> float:
         """Return which share of a change to try: less than 1, and at last 0, if a similar one has failed."""
         failed = self._failed
-        if failed is None or failed.slowest != slowest:
+        if failed is None or slowdown - 1 > GROWN * (failed.slowdown - 1) or step_s > LONGER * failed.step_s:
             return 1.0
-        is_new = abs(slowdown - failed.slowdown) > NEW * (failed.slowdown - 1)
-        return 1.0 if is_new else failed.scale / 2 if failed.scale > MIN_SCALE else 0.0
+        return failed.scale / 2 if failed.scale > MIN_SCALE else 0.0
 
     def _judge(self, trial: Change) -> Change | None:
-        """Return the outcome of a trial. None: it goes on."""
-        before, after = self._durations_before, self._durations
+        """Return what follows from the steps of a trial. None: it goes on."""
+        (sizes, before), after = self._before, self._durations
         if len(after) < MIN_STEPS and not (len(after) > 1 and min(after) > max(before)):
             return None
-        before_s, after_s = mean_without_longest(before), mean_without_longest(after)
-        gain, error = 1 - after_s / before_s, math.hypot(standard_error(before), standard_error(after))
+        gain = 1 - mean_without_longest(after) / mean_without_longest(before)
+        error = math.hypot(standard_error(before), standard_error(after))
         is_open = -LIKELY * error <= gain <= CERTAIN * error  # a loss ends a trial earlier than a gain
         if len(after) >= MIN_STEPS and is_open and len(after) < MAX_STEPS:
             return None
-        if gain > LIKELY * error:
-            self._failed = None
-            return replace(trial, outcome=KEPT, gain=gain)
+        if gain <= LIKELY * error:
+            return self._take_back(trial, gain)
+        if gain > LARGE:
+            return self._keep(trial, gain)
+        self._tried = trial.batch_sizes, after
+        return replace(trial, batch_sizes=sizes, outcome=COMPARED, gain=gain)
+
+    def _compare(self, trial: Change) -> Change | None:
+        """Return the outcome of a trial after as many steps with the batch sizes before. None: it goes on."""
+        (_, tried), again = self._tried, self._durations
+        if len(again) < len(tried):
+            return None
+        before = self._before[1][-len(tried) :]
+        tried_s, before_s, again_s = map(mean_without_longest, (tried, before, again))
+        gain = 1 - tried_s / max(again_s, (before_s + again_s) / 2)
+        least_gain = 1 - tried_s / min(again_s, (before_s + again_s) / 2)
+        error = math.hypot(*map(standard_error, (tried, before, again)))
+        is_shorter = least_gain > LIKELY * error
+        return self._keep(trial, least_gain) if is_shorter else self._take_back(trial, gain)
+
+    def _keep(self, trial: Change, gain: float) -> Change:
+        self._failed = None
+        return replace(trial, batch_sizes=self._tried[0], outcome=KEPT, gain=gain)
+
+    def _take_back(self, trial: Change, gain: float) -> Change:
         self._failed = trial
-        self._lost_s += max(0.0, after_s - before_s) * self._num_watched
-        return replace(trial, batch_sizes=self._sizes_before, outcome=TAKEN_BACK, gain=gain)
+        self._lost_s += max(0.0, -gain) * trial.step_s * self._num_watched
+        return replace(trial, batch_sizes=self._before[0], outcome=TAKEN_BACK, gain=gain)
 
 
 def balanced_s(sizes: Mapping[int, int], step_s: Mapping[int, float]) -> float:

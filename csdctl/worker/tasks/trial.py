@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 
@@ -18,10 +19,11 @@ from csdctl.worker.data.schedule import OwnSamples
 from csdctl.worker.engine.tensorflow_c import OUT_OF_MEMORY, TensorFlowError
 from csdctl.worker.group.communicator import Communicator
 from csdctl.worker.process.machine import measure_time, peak_memory_bytes
-from csdctl.worker.protocol.events import STOPPED, Probed, SumTimed
+from csdctl.worker.protocol.events import STOPPED, Probed, SaveTimed, SumTimed
 from csdctl.worker.protocol.orders import Probe, ProbeRequest, TakeSteps, order_from_line, order_to_line
 from csdctl.worker.tasks.balancer import Balancer
-from csdctl.worker.tasks.progress import EpochTotals
+from csdctl.worker.tasks.checkpointer import Checkpoints
+from csdctl.worker.tasks.progress import EpochTotals, pack
 from csdctl.worker.tasks.split import Split
 from csdctl.worker.tasks.task import Task
 from csdctl.worker.tasks.train import Train
@@ -105,7 +107,16 @@ class Trial(Train):
         self._report_epoch_end({})
         progress.position = replace(progress.position, epoch=progress.position.epoch + 1)
         self.reporter.traffic(communicator)
+        if self.is_root:
+            self._time_saving()
         self.reporter.emit(Probed, me.batch_size, None, 0, peak_memory_bytes())
+
+    def _time_saving(self) -> None:
+        """Time a checkpoint in the run directory, which csdctl removes. Without space, nothing is timed."""
+        checkpoints, began = Checkpoints(Path(self.spec.output_directory)), time.perf_counter()
+        with suppress(OSError):
+            checkpoints.save(pack(self.step.values, self.progress.position), self.progress.position)
+            self.reporter.emit(SaveTimed, round(time.perf_counter() - began, 6))
 
     def _time_sums(self, communicator: Communicator) -> None:
         seconds = []

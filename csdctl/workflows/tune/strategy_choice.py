@@ -131,6 +131,7 @@ class StrategyChooser:
             num_private=prepared.num_private,
             num_validation=prepared.validation.num_samples if prepared.validation else 0,
             epochs=prepared.recipe.epochs,
+            save_s=self.tuned.tried.result.save_s * (2 if prepared.validation else 1),
             is_repeating=self.context.job.is_repeating,
         )
 

@@ -26,7 +26,16 @@ from csdctl.supervision.rank_processes import CHECK_WORKER
 from csdctl.supervision.run_setup import Patience
 from csdctl.tuning.fleet_model import TrialResult
 from csdctl.tuning.plan import RankPlan
-from csdctl.worker.protocol.events import TRIED, EpochEnd, Event, Joined, Probed, Rebalanced, SumTimed
+from csdctl.worker.protocol.events import (
+    TRIED,
+    EpochEnd,
+    Event,
+    Joined,
+    Probed,
+    Rebalanced,
+    SaveTimed,
+    SumTimed,
+)
 from csdctl.worker.protocol.orders import Order, Probe, ProbeRequest, Stop, TakeSteps, TrialShard
 from csdctl.worker.protocol.run_spec import TRIAL, TRIAL_SPLIT
 from csdctl.worker.protocol.statistics import standard_error
@@ -204,12 +213,14 @@ def read_trial(events: Sequence[Event], nodes: Sequence[str]) -> TrialResult:
     tally, reports = Tally(), defaultdict[int, list[Amounts]](list)
     ended: dict[int, EpochEnd] = {}
     memory: dict[int, int] = {}
-    sum_s, has_lost_links = 0.0, False
+    sum_s, save_s, has_lost_links = 0.0, 0.0, False
     for event in events:
         if isinstance(event, Joined):
             has_lost_links = True
         elif isinstance(event, SumTimed):
             sum_s = event.sum_s
+        elif isinstance(event, SaveTimed):
+            save_s = event.save_s
         elif isinstance(event, Probed):
             memory[event.rank] = event.peak_memory_bytes
         elif isinstance(event, EpochEnd):
@@ -240,6 +251,7 @@ def read_trial(events: Sequence[Event], nodes: Sequence[str]) -> TrialResult:
         error=standard_error(
             [report.step_s / report.steps for report in _without_first(reports[0]) if report.steps]
         ),
+        save_s=save_s,
     )
 
 

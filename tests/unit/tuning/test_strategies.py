@@ -90,6 +90,13 @@ def test_epoch_goes_on_with_the_ranks_that_have_samples_left() -> None:
     )
 
 
+def test_ends_of_epochs_add_to_a_training_and_not_to_its_steps() -> None:
+    sizes = {"host": 60, **dict.fromkeys(PRIVATE, 13)}
+    quick, slow = (forecast_whole(sizes, training(epochs=5, save_s=save_s)) for save_s in (0.0, 2.0))
+    assert slow.epoch_s == quick.epoch_s
+    assert slow.first_run_s == pytest.approx(quick.first_run_s + 5 * 2.0)
+
+
 def test_split_wins_where_all_samples_lie_on_slow_nodes() -> None:
     fleet = training()
     sizes = {"host": 0, **dict.fromkeys(PRIVATE, 16)}

@@ -62,6 +62,7 @@ VERIFIED = events.Verified(
 )
 EVENT_EXAMPLES = [
     events.SumTimed(0, "host", (0, 1, 2), 1 << 20, 0.0035),
+    events.SaveTimed(0, "host", 0.25),
     events.Ready(1, "csd0", 100),
     events.Probed(1, "csd0", 8, 0.25, 4, 1 << 30),
     PROGRESS,

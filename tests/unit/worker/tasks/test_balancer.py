@@ -114,7 +114,7 @@ def test_wrong_batch_sizes_are_corrected_within_thirty_steps_at_every_length(
     rest = sum(ideal.values()) - host
     sizes = {0: host, 1: rest // 2, 2: rest - rest // 2}
     after, _, changes = run(sizes, Ranks(speeds, 0.02), 30, Balancer({}))
-    assert [change.outcome for change in changes][:2] == [TRIED, KEPT]
+    assert KEPT in [change.outcome for change in changes]
     assert step_s(ideal, speeds) / step_s(after, speeds) >= 0.95
 
 

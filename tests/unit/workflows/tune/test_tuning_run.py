@@ -10,7 +10,19 @@ from csdctl.errors import NodeError, RunError
 from csdctl.fleet.model import HOST_NAME
 from csdctl.job.model import PrivateData
 from csdctl.tuning.plan import RankPlan
-from csdctl.worker.protocol.events import EpochEnd, Event, Joined, Probed, Progress, SumTimed
+from csdctl.worker.protocol.events import (
+    KEPT,
+    TAKEN_BACK,
+    TRIED,
+    EpochEnd,
+    Event,
+    Joined,
+    Probed,
+    Progress,
+    Rebalanced,
+    SaveTimed,
+    SumTimed,
+)
 from csdctl.worker.protocol.orders import Order, Probe, ProbeRequest, TakeSteps
 from csdctl.worker.protocol.recipe import Noise
 from csdctl.worker.protocol.run_spec import RunSpec
@@ -72,6 +84,31 @@ def test_trial_adds_the_noise_of_the_job_to_its_private_share(
     assert csd0.num_private + csd0.num_public == 200
 
 
+def test_balanced_batch_sizes_are_the_last_that_were_kept_or_taken_back(
+    at: MeasuredProject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def change(sizes: dict[str, int], outcome: str) -> Rebalanced:
+        return Rebalanced(0, HOST_NAME, 1, 9, HOST_NAME, 1.2, sizes, outcome)
+
+    changes: list[Event] = []
+
+    def take_steps(order: Order) -> list[Event]:
+        assert isinstance(order, TakeSteps)
+        assert order.is_balanced
+        assert [rank.max_batch_size for rank in order.ranks] == [20, 20]
+        return [*changes, *(Probed(rank, NODES[rank], 10, None, 0, MIB) for rank in (0, 1))]
+
+    started, _ = start_run(at, monkeypatch, RANKS, take_steps)
+    with started as run:
+        assert run.balance(RANKS, 20) == [10, 10]
+        changes += [change({"0": 8, "1": 12}, TRIED), change({"0": 8, "1": 12}, KEPT)]
+        assert run.balance(RANKS, 20) == [8, 12]
+        changes += [change({"0": 7, "1": 13}, TRIED)]
+        assert run.balance(RANKS, 20) == [8, 12]
+        changes += [change({"0": 8, "1": 12}, TAKEN_BACK)]
+        assert run.balance(RANKS, 20) == [8, 12]
+
+
 @pytest.mark.parametrize("wrong", [{"batch_size": 9}, {"step_time_s": 1e5}, {"rank": 0, "node": "host"}])
 def test_measurement_that_was_not_asked_for_is_an_error_of_its_node(
     at: MeasuredProject, monkeypatch: pytest.MonkeyPatch, wrong: dict[str, Any]
@@ -129,6 +166,7 @@ def epoch_end(rank: int, steps: int = 20) -> EpochEnd:
 def test_first_steps_of_many_do_not_count_and_few_steps_all_count() -> None:
     events: list[Event] = [
         SumTimed(0, "host", (0, 1), 1 << 20, 0.02),
+        SaveTimed(0, "host", 0.3),
         *(first_progress(rank) for rank in (0, 1)),
         *(epoch_end(rank) for rank in (0, 1)),
         *(Probed(rank, NODES[rank], 8, None, 0, (1 + rank) << 20) for rank in (1, 0)),
@@ -138,7 +176,7 @@ def test_first_steps_of_many_do_not_count_and_few_steps_all_count() -> None:
     assert result.step_s == pytest.approx(0.1)
     assert result.samples_per_s == pytest.approx(400)
     assert result.compute_s == pytest.approx((0.09, 0.08))
-    assert (result.wall_s, result.sum_s) == (9.0, 0.02)
+    assert (result.wall_s, result.sum_s, result.save_s) == (9.0, 0.02, 0.3)
     few = [first_progress(0), epoch_end(0, 9), epoch_end(1, 9)]
     assert read_trial(few, NODES).step_s == pytest.approx((1.5 + 7 * 0.1) / 9)
     assert read_trial(few, NODES).peak_memory_bytes == (None, None)
