@@ -150,7 +150,7 @@ class Balancer:
             if slowdown > 1 + CERTAIN * error and saved_s > least_gain * step_s:
                 tried = {**batch_sizes, **better}
                 self._before, self._tried = (dict(batch_sizes), before), (tried, [])
-                return Change(tried, TRIED, slowest, slowdown, scale, step_s)
+                return Change(tried, TRIED, slowest, slowdown, scale=scale, step_s=step_s)
         return None
 
     def _choose_scale(self, slowdown: float, step_s: float) -> float:
