@@ -33,6 +33,8 @@ from csdctl.workflows.workspace.event_stream import RunStarted
 
 INTERVAL_S, INTERVAL_SHARE = 5.0, 1 / 64
 """Minimum interval between two searches for a bottleneck, and the same as a share of the run so far."""
+OUTCOMES = {events.COMPARED: "to compare", events.KEPT: "kept", events.TAKEN_BACK: "taken back"}
+"""Words for what follows a trial of batch sizes."""
 SILENCE_S = 10.0
 """From this many seconds without a step on, the view says so."""
 WIDE = 100
@@ -239,10 +241,9 @@ class TrainingView(View):
                 f"{event.slowest} took {event.slowdown:.2f} times as long as a balanced step; {tried}{since}"
             )
         length = f"{abs(event.gain):.1%} {'shorter' if event.gain > 0 else 'longer'}"
-        if event.outcome == events.KEPT:
-            return f"steps are {length}: the batch sizes are kept"
-        then = "to compare," if event.outcome == events.COMPARED else "the batch sizes are taken back:"
-        return f"steps are {length}; {then} {since}"
+        if event.outcome == events.TAKEN_BACK and event.gain > 0:
+            length += ", within their noise"
+        return f"steps are {length}; {OUTCOMES.get(event.outcome, event.outcome)}: {since}"
 
     def _format_joined(self, event: Joined, num_steps: int) -> str:
         """Return who takes part from here on. '' at the start of a run."""

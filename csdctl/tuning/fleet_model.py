@@ -347,10 +347,11 @@ def learn_probes(model: FleetModel, outcomes: Mapping[str, measured.ProbeOutcome
     classes, factors = dict(model.classes), dict(model.outlier_factors)
     for name, members in model.classes.items():
         probed = {machine: outcomes[machine] for machine in members.machines if machine in outcomes}
-        times = {name: outcome.step_time_s for name, outcome in probed.items() if outcome.step_time_s}
+        times = {machine: outcome.step_time_s for machine, outcome in probed.items() if outcome.step_time_s}
         if len(probed) == len(members.machines) and len({its.batch_size for its in probed.values()}) == 1:
-            usual = median(times.values()) if times else 1.0
-            factors |= {machine: factor_of(times.get(machine, usual) / usual) for machine in probed}
+            known = [times[machine] / factors[machine] for machine in times if machine in factors]
+            usual = median(known or times.values() or [1.0])
+            factors |= {machine: outlier_factor(times.get(machine, usual) / usual) for machine in probed}
         classes[name] = members.with_probes(
             [
                 replace(outcome, step_time_s=times[machine] / factors.get(machine, 1.0))
@@ -362,7 +363,7 @@ def learn_probes(model: FleetModel, outcomes: Mapping[str, measured.ProbeOutcome
     return replace(model, classes=classes, outlier_factors=factors)
 
 
-def factor_of(ratio: float) -> float:
+def outlier_factor(ratio: float) -> float:
     """Return the step time of a machine relative to its class: 1 where it differs little."""
     return ratio if abs(ratio - 1) > OUTLIER_TOLERANCE else 1.0
 
@@ -380,10 +381,10 @@ def learn_trial(model: FleetModel, tried: TriedPlan) -> FleetModel:
         }
         if not ratios:
             continue
-        usual = median(ratios.values())
+        usual = median(ratio / outliers.get(machine, 1.0) for machine, ratio in ratios.items())
         classes[name] = members.with_trial(max(sizes[machine] for machine in ratios), usual)
         for machine, ratio in ratios.items():
-            outliers[machine] = factor_of(ratio / usual)
+            outliers[machine] = outlier_factor(ratio / usual)
     learned = replace(model, classes=classes, outlier_factors=outliers)
     step_times = learned.step_times()
     ranks = [(step_times[machine], size) for machine, size in sizes.items()]
@@ -412,10 +413,10 @@ def recall_overhead(trials: Sequence[measured.TrialMeasurement], model: FleetMod
         return None
     names = [HOST_NAME, *(rank.machine_class for rank in trial.ranks[1:])]
     # An idle host computes nothing, but takes part in the sum.
-    sizes = [
-        (name, rank.batch_size) for name, rank in zip(names, trial.ranks, strict=True) if rank.batch_size
-    ]
-    if any(name not in model.classes for name, _ in sizes):
+    training = [(name, rank) for name, rank in zip(names, trial.ranks, strict=True) if rank.batch_size]
+    if any(name not in model.classes for name, _ in training):
         return None
-    ranks = [(model.classes[name].step_time(), size) for name, size in sizes]
+    ranks = [
+        (model.classes[name].step_time().scaled(rank.factor), rank.batch_size) for name, rank in training
+    ]
     return calibrate_overhead(ranks, trial.step_s, model.sum_s(len(trial.ranks)))

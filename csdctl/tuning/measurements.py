@@ -3,7 +3,7 @@
 import hashlib
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from csdctl.perfmodel.spread import MODELLED_SIGMA, TRIED_SIGMA, Spread, estimate_spread
 from csdctl.worker.protocol.model_info import ModelInfo
@@ -90,6 +90,8 @@ class TrialRank:
     machine_class: str
     batch_size: int
     settings: Runtime
+    factor: float = field(default=1.0, compare=False)
+    """The machine's step time relative to its class."""
 
 
 @dataclass(frozen=True)

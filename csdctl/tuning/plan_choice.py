@@ -95,7 +95,7 @@ def predict_plan(model: FleetModel, batch_sizes: Mapping[str, int]) -> StepPredi
 
 
 def with_batch_sizes(model: FleetModel, best: BestPlan, batch_sizes: Mapping[str, int]) -> BestPlan:
-    """Return the plan with other batch sizes, unless a machine's part would not hold its private samples."""
+    """Return the plan with other batch sizes, or `best` if a machine would fall below its private share."""
     total = sum(batch_sizes.values())
     for name, share in model.private_shares.items():
         if batch_sizes.get(name, 0) < min(best.batch_sizes.get(name, 0), share * total):
@@ -171,8 +171,8 @@ def next_probes(model: FleetModel, limits: Limits) -> dict[str, int]:
     probes: dict[str, int] = {}
     for members in model.classes.values():
         if not model.outlier_factors.keys() >= {*members.machines} and len(members.machines) > 1:
-            fitting = members.too_large - 1 if members.too_large else COMPARED_SIZE
-            probes |= dict.fromkeys(members.machines, max(1, min(COMPARED_SIZE, fitting, most)))
+            largest = members.too_large - 1 if members.too_large else COMPARED_SIZE
+            probes |= dict.fromkeys(members.machines, max(1, min(COMPARED_SIZE, largest, most)))
             continue
         fastest_first = sorted(members.machines, key=lambda name: model.outlier_factors.get(name, 1.0))
         planned = max((sizes[machine] for machine in members.machines if machine in sizes), default=None)

@@ -127,7 +127,7 @@ def render_packages() -> str:
 
 RANK, LINK = "rank", "link"
 STEP = (
-    ("tasks/train.py:Train._exchange_reassigned", RANK, "samples that the host reads for others"),
+    ("tasks/train.py:Train.exchange_reassigned", RANK, "samples that the host reads for others"),
     ("data/prepared.py:EpochReader.read", RANK, "samples of this rank's share"),
     ("engine/step.py:StepEngine.local", RANK, "gradients, statistics, loss and n in one vector"),
     ("group/communicator.py:Communicator.sum", RANK, "shared memory, then the link"),
@@ -135,7 +135,7 @@ STEP = (
     ("group/hub.py:Hub.serve", LINK, "adds in order of rank, and hands the sum back"),
     ("engine/step.py:StepEngine.apply", RANK, "divided by n, one optimizer step"),
     ("tasks/checkpointer.py:Checkpointer.after_step", RANK, "state that survives the process"),
-    ("tasks/balancer.py:Balancer.propose", RANK, "batch sizes, from every rank's compute seconds"),
+    ("tasks/balancer.py:Balancer.decide", RANK, "batch sizes, from every rank's compute seconds"),
 )
 """Data in a step: the function below csdctl/worker/, the process that calls it, and a note."""
 

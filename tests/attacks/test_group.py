@@ -165,7 +165,7 @@ def test_message_that_no_rank_may_send_is_its_ranks_fault(link: str, words: str)
 
 
 VECTORS = {
-    "more samples": ("vector[-6] = 1e30", "samples, expected 8"),
+    "more samples": ("vector[-7] = 1e30", "samples, expected 8"),
     "a short chunk": ("comm.Isend(np.ones(5, np.float32), 0, CHUNK)", "sent 20 bytes"),
     "a long chunk": ("comm.Isend(np.ones((1 << 18) + 1, np.float32), 0, CHUNK)", "sent more than"),
     "hidden by the next vector": (

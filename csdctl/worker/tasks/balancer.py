@@ -33,10 +33,10 @@ LARGE = 0.2
 """A certain gain of this share of a step is kept without a comparison."""
 MIN_SCALE = 0.25
 """A change that failed is tried again at half its size, down to this share of it."""
-GROWN, LONGER = 2.0, 1.15
-"""An imbalance is a new one when it has grown by this factor since a change failed, or steps have."""
+NEW_IF_GROWN, NEW_IF_LONGER = 2.0, 1.15
+"""After a change has failed, an imbalance is a new one when it has grown by this factor, or steps have."""
 MAX_LOSS, FREE_STEPS = 0.015, 1
-"""Failed trials may lose this share of the time so far, in addition to the time of this number of steps."""
+"""No trial begins once failed ones have cost more than FREE_STEPS steps and this share of all time."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Change:
 
     batch_sizes: dict[int, int]
     outcome: str
-    """TRIED; COMPARED: the sizes before, once more; KEPT or TAKEN_BACK."""
+    """TRIED; COMPARED, for the sizes before once more; KEPT or TAKEN_BACK."""
     slowest: int
     """The rank that the others waited for before the trial."""
     slowdown: float
@@ -64,12 +64,15 @@ class Balancer:
     def __init__(self, limits: Mapping[int, int]) -> None:
         """`limits`: the largest batch size that fits into the memory of each rank."""
         self._limits = dict(limits)
-        self.forget()
-
-    def forget(self) -> None:
-        """Start again: other ranks take part."""
         self._trial: Change | None = None
         """The latest change, while its outcome is open."""
+        self.forget()
+
+    def forget(self) -> dict[int, int]:
+        """Start again: other ranks take part. Return the batch sizes before an open trial, {} without one."""
+        is_trying = self._trial is not None and self._trial.outcome == TRIED
+        sizes = self._before[0] if is_trying else {}
+        self._trial = None
         self._before: tuple[dict[int, int], list[float]] = {}, []
         """Batch sizes and durations before the trial."""
         self._tried: tuple[dict[int, int], list[float]] = {}, []
@@ -79,6 +82,7 @@ class Balancer:
         self._total_s = self._lost_s = 0.0
         """Time of all steps so far, and what failed trials have added to it."""
         self._watch()
+        return sizes
 
     def _watch(self) -> None:
         """Begin to measure the batch sizes of the next step."""
@@ -103,22 +107,25 @@ class Balancer:
         if is_known:
             self._durations = [*self._durations[1 - MAX_STEPS :], previous_step_s]
 
-    def decide(self, batch_sizes: Mapping[int, int], *, may_try: bool = True) -> Change | None:
+    def decide(
+        self, batch_sizes: Mapping[int, int], least: Mapping[int, int] = {}, *, may_try: bool = True
+    ) -> Change | None:
         """Return other batch sizes with the same sum, or that a trial has succeeded. None: nothing changes.
 
-        A rank with batch size 0 keeps it. `may_try`: whether a trial may begin.
+        A rank with batch size 0 keeps it. `least`: the smallest batch size of a rank, 1 if it has none.
+        `may_try`: whether a trial may begin.
         """
         change = None
         if self._trial:
             change = (self._judge if self._trial.outcome == TRIED else self._compare)(self._trial)
         elif may_try:
-            change = self._propose(batch_sizes)
+            change = self._propose(batch_sizes, least)
         if change:
             self._trial = change if change.outcome in (TRIED, COMPARED) else None
             self._watch()
         return change
 
-    def _propose(self, batch_sizes: Mapping[int, int]) -> Change | None:
+    def _propose(self, batch_sizes: Mapping[int, int], least: Mapping[int, int]) -> Change | None:
         if len(self._durations) < MIN_STEPS:
             return None
         if self._lost_s > MAX_LOSS * self._total_s + FREE_STEPS * fmean(self._durations):
@@ -136,8 +143,8 @@ class Balancer:
             speeds = {rank: size / max(1e-9, compute_s[rank]) for rank, size in sizes.items()}
             before = self._durations[-window:]
             step_s = fmean(before)
-            scale = self._choose_scale(slowdown, step_s)
-            suggested = apportion(total, speeds, self._limits)
+            scale = self._choose_scale(slowest, slowdown, step_s)
+            suggested = apportion_above(least, total, speeds, self._limits) or sizes
             better = apportion(
                 total,
                 {rank: size + scale * (suggested[rank] - size) for rank, size in sizes.items()},
@@ -146,17 +153,19 @@ class Balancer:
             # Where a limit binds, balance is out of reach, and there may be nothing to gain.
             saved_s = compute_s[slowest] - max(size / speeds[rank] for rank, size in better.items())
             # What a trial cannot show is not tried.
-            least_gain = max(MIN_GAIN, CERTAIN * standard_error(before))
-            if slowdown > 1 + CERTAIN * error and saved_s > least_gain * step_s:
+            needed_gain = max(MIN_GAIN, CERTAIN * standard_error(before))
+            if slowdown > 1 + CERTAIN * error and saved_s > needed_gain * step_s:
                 tried = {**batch_sizes, **better}
                 self._before, self._tried = (dict(batch_sizes), before), (tried, [])
                 return Change(tried, TRIED, slowest, slowdown, scale=scale, step_s=step_s)
         return None
 
-    def _choose_scale(self, slowdown: float, step_s: float) -> float:
+    def _choose_scale(self, slowest: int, slowdown: float, step_s: float) -> float:
         """Return which share of a change to try: less than 1, and at last 0, if a similar one has failed."""
         failed = self._failed
-        if failed is None or slowdown - 1 > GROWN * (failed.slowdown - 1) or step_s > LONGER * failed.step_s:
+        if failed is None or failed.slowest != slowest:
+            return 1.0
+        if slowdown - 1 > NEW_IF_GROWN * (failed.slowdown - 1) or step_s > NEW_IF_LONGER * failed.step_s:
             return 1.0
         return failed.scale / 2 if failed.scale > MIN_SCALE else 0.0
 
@@ -185,10 +194,10 @@ class Balancer:
         before = self._before[1][-len(tried) :]
         tried_s, before_s, again_s = map(mean_without_longest, (tried, before, again))
         gain = 1 - tried_s / max(again_s, (before_s + again_s) / 2)
-        least_gain = 1 - tried_s / min(again_s, (before_s + again_s) / 2)
+        cautious_gain = 1 - tried_s / min(again_s, (before_s + again_s) / 2)
         error = math.hypot(*map(standard_error, (tried, before, again)))
-        is_shorter = least_gain > LIKELY * error
-        return self._keep(trial, least_gain) if is_shorter else self._take_back(trial, gain)
+        is_shorter = cautious_gain > LIKELY * error
+        return self._keep(trial, cautious_gain) if is_shorter else self._take_back(trial, gain)
 
     def _keep(self, trial: Change, gain: float) -> Change:
         self._failed = None
@@ -203,6 +212,23 @@ class Balancer:
 def balanced_s(sizes: Mapping[int, int], step_s: Mapping[int, float]) -> float:
     """Return the seconds of a step in which all ranks compute equally long, at their speeds in `step_s`."""
     return sum(sizes.values()) / sum(size / max(1e-9, step_s[rank]) for rank, size in sizes.items())
+
+
+def apportion_above(
+    least: Mapping[int, int], total: int, speeds: Mapping[int, float], limits: Mapping[int, int]
+) -> dict[int, int]:
+    """Divide `total` samples as `apportion` does, not below the `least` of a rank. {} if impossible."""
+    fixed: dict[int, int] = {}
+    while rest := {rank: speed for rank, speed in speeds.items() if rank not in fixed}:
+        left = total - sum(fixed.values())
+        if left < len(rest):
+            break
+        shared = apportion(left, rest, limits)
+        below = {rank: least[rank] for rank, size in shared.items() if size < least.get(rank, 1)}
+        if not below:
+            return dict(sorted({**fixed, **shared}.items()))
+        fixed |= below
+    return {}
 
 
 def apportion(total: int, speeds: Mapping[int, float], limits: Mapping[int, int]) -> dict[int, int]:

@@ -231,9 +231,22 @@ class RunProgress:
         segment = position.segment
         if segment is None:
             segment = begin_epoch(self.samples, sizes)
-        elif uncounted or {share.rank for share in segment.shares} != set(ranks):
+        elif uncounted or {share.rank: share.batch_size for share in segment.shares} != sizes:
             segment = change_segment(segment, position.step, sizes, uncounted)
         self.position = dataclasses.replace(position, segment=segment)
+
+    def plan_batch_sizes(self, sizes: Mapping[int, int]) -> None:
+        """Set the batch sizes of ranks from the next `regroup` on."""
+        changed = {str(rank): size for rank, size in sizes.items()}
+        position = self.position
+        self.position = dataclasses.replace(position, batch_sizes={**position.batch_sizes, **changed})
+
+    def least_batch_sizes(self) -> dict[int, int]:
+        """Return the batch size of each rank with which its private samples do not outlast the epoch."""
+        left = {share.rank: share.after(self.step_in_segment) for share in self.segment.shares}
+        num_left = max(1, sum(share.num_samples for share in left.values()))
+        global_batch = self.segment.global_batch
+        return {rank: -(-share.num_private * global_batch // num_left) for rank, share in left.items()}
 
     def change_batch_sizes(self, sizes: Mapping[int, int]) -> None:
         """Continue the epoch with other batch sizes of the ranks that take part."""

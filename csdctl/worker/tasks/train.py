@@ -193,7 +193,7 @@ class Train(ModelTask):
         progress, max_steps = self.progress, self.spec.max_steps
         self.reader.set_epoch(progress.position.epoch)
         self._epoch_totals, self._since_report = StepTotals(), StepTotals()
-        self._stepped = self.duration_s = 0.0
+        self._sum_ended = self.duration_s = 0.0
         while progress.position.step < progress.segment.stop_step:
             self._admit(communicator)
             before = communicator.members
@@ -202,7 +202,7 @@ class Train(ModelTask):
             except StepVoidError:  # with the ranks that are left, the same step again
                 communicator.counted = before
                 self._settle(communicator, before)
-                self._stepped = self.duration_s = 0.0
+                self._sum_ended = self.duration_s = 0.0
                 continue
             for totals in (self._epoch_totals, self._since_report):
                 totals.add(step)
@@ -229,12 +229,13 @@ class Train(ModelTask):
     def _settle(self, communicator: Communicator, before: Sequence[int]) -> None:
         """Continue with the present ranks. If they have changed, begin to observe the balance again."""
         if communicator.admitted or not tuple(before) == communicator.members == communicator.counted:
-            self.settle(communicator, before)
             self._forget_balance()
+            self.settle(communicator, before)
 
     def _forget_balance(self) -> None:
-        if self.balancer:
-            self.balancer.forget()
+        """Begin to observe the balance. Batch sizes whose trial is open are taken back when ranks regroup."""
+        if self.balancer and (sizes := self.balancer.forget()):
+            self.progress.plan_batch_sizes(sizes)
 
     def _slowest_link(self, communicator: Communicator) -> tuple[int, float, int] | None:
         """Return `Progress.slow_link`. None if the waiting ended when the ranks had computed."""
@@ -258,8 +259,11 @@ class Train(ModelTask):
         images, labels = self.reader.read(share, reassigned)
         input_s = time.perf_counter() - received
         self.step.set_step(self.progress.position.total_steps, self._learning_rate())
+        shares = self.progress.segment.shares
+        is_full = all(samples_by_rank[share.rank] == share.batch_size for share in shares)
         copies = self.reader.private_copies(share) if self.step.has_noise else None
         if communicator.is_alone:
+            self._sum_ended = self.duration_s = 0.0
             sums = self.step.alone(images, labels, private_copies=copies)
             self.check_finite(sums.loss, sums.loss, communicator, images, labels)
             global_samples = len(images)
@@ -280,10 +284,10 @@ class Train(ModelTask):
         is_stopping, duration_s, times_s = bool(tail[0] > 0), float(tail[1]), tail[2:-1].astype(float)
         global_samples = sum(samples_by_rank[rank] for rank in communicator.counted)
         self._end_step(communicator, before, sums, global_samples)
-        if communicator.members == before:
+        if is_full and before == communicator.members == communicator.counted:
             self._balance(times_s, duration_s)
-        self.duration_s = summed.ended - self._stepped if self._stepped else 0.0
-        self._stepped = summed.ended
+        self.duration_s = summed.ended - self._sum_ended if self._sum_ended else 0.0
+        self._sum_ended = summed.ended
         self.apply_s = time.perf_counter() - summed.ended
         return StepTotals(
             steps=1,
@@ -340,7 +344,7 @@ class Train(ModelTask):
         sizes = {share.rank: share.batch_size for share in progress.segment.shares}
         self.balancer.observe({rank: float(times_s[rank]) for rank in sizes}, previous_step_s)
         num_spans = sum(len(share.reassigned) for share in progress.segment.shares)
-        change = self.balancer.decide(sizes, may_try=num_spans < MAX_SPANS)
+        change = self.balancer.decide(sizes, progress.least_batch_sizes(), may_try=num_spans < MAX_SPANS)
         if change is None:
             return
         if self.is_root:
@@ -420,6 +424,8 @@ class Train(ModelTask):
             communicator.admit([*communicator.joining])
         # All ranks wait for rank 0 here, so that this does not count as waiting in the next epoch.
         communicator.gather(None, type(None))
+        # A rank that was lost meanwhile, and has joined, has joined for all ranks.
+        before = tuple(rank for rank in before if rank in communicator.counted)
         communicator.counted = communicator.members  # of the next step
         self.progress.regroup(communicator.members)
         self._settle(communicator, before)

@@ -137,7 +137,12 @@ class FleetMeasurements:
             summed = CollectiveMeasurement(len(tried.ranks), self.model.vector_bytes, result.sum_s, now)
             self._store.add(SUM, self._fleet_class, [summed])
         ranks = tuple(
-            measured.TrialRank(self._machine_classes[rank.node].key, rank.batch_size, rank.runtime)
+            measured.TrialRank(
+                self._machine_classes[rank.node].key,
+                rank.batch_size,
+                rank.runtime,
+                model.outlier_factors.get(rank.node, 1.0),
+            )
             for rank in tried.ranks
         )
         predicted = tried.best.prediction.samples_per_s

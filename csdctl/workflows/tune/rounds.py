@@ -269,7 +269,10 @@ class FitTuner:
         if num_steps < MIN_BALANCING_STEPS or len(best.batch_sizes) < 2:
             return best
         ranks = plan_choice.plan_ranks(model, best)
-        sizes = self.measurer.balance(ranks, num_steps)
+        try:
+            sizes = self.measurer.balance(ranks, num_steps)
+        except OutOfMemoryError:  # with a larger batch than planned
+            return best
         by_name = {rank.node: size for rank, size in zip(ranks, sizes, strict=True) if size}
         return plan_choice.with_batch_sizes(model, best, by_name)
 

@@ -10,7 +10,14 @@ from hypothesis import strategies as st
 from csdctl.perfmodel.prediction import CollectiveCost, StepTime
 from csdctl.tuning import fleet_model
 from csdctl.tuning.fleet_model import ClassModel, FleetModel, fit_collective, fit_step_time, recall_class
-from csdctl.tuning.measurements import CollectiveMeasurement, Point, ProbeMeasurement, ProbeOutcome
+from csdctl.tuning.measurements import (
+    CollectiveMeasurement,
+    Point,
+    ProbeMeasurement,
+    ProbeOutcome,
+    TrialMeasurement,
+    TrialRank,
+)
 from csdctl.tuning.plan_choice import choose_plan, limit_for_goodput, plan_ranks, predict_plan
 from csdctl.tuning.search import Limits
 from csdctl.worker.protocol.run_spec import Runtime
@@ -111,6 +118,44 @@ def test_outlier_gets_a_step_time_of_its_own(model: FleetModel) -> None:
     assert step_times["csd0"].at(20) == pytest.approx(NODE.at(20))
     sizes = choose_plan(learned, Limits(global_batch=200)).batch_sizes
     assert sizes["csd1"] < sizes["csd0"]
+
+
+def test_node_that_joins_a_class_is_compared_with_its_known_level(model: FleetModel) -> None:
+    known = replace(model, outlier_factors={"csd0": 1.0, "csd1": 1.0})
+    times = {"csd0": NODE.at(8), "csd1": NODE.at(8), "csd2": 2 * NODE.at(8)}
+    learned = fleet_model.learn_probes(known, {name: ProbeOutcome(8, time) for name, time in times.items()})
+    assert learned.outlier_factors == pytest.approx({"csd0": 1.0, "csd1": 1.0, "csd2": 2.0})
+    assert learned.step_times()["csd0"].at(64) == pytest.approx(NODE.at(64))
+
+
+def test_trial_of_part_of_a_class_moves_no_machine_that_was_left_out(model: FleetModel) -> None:
+    """The class has its median level. csd0 is quick, csd2 slow."""
+    known = replace(model, outlier_factors={"csd0": 0.4, "csd1": 1.0, "csd2": 1.6})
+    plan = tried(known, {})
+    sizes = {name: size for name, size in plan.best.batch_sizes.items() if name in ("host", "csd0")}
+    ranks = tuple(rank for rank in plan.ranks if rank.node in sizes)
+    times = tuple(known.step_times()[name].at(size) for name, size in sizes.items())
+    result = replace(plan.result, compute_s=times)
+    part = fleet_model.TriedPlan(replace(plan.best, batch_sizes=sizes), ranks, result)
+    learned = fleet_model.learn_trial(known, part)
+    for name in NODES:
+        assert learned.step_times()[name].at(32) == pytest.approx(known.step_times()[name].at(32))
+
+
+def test_overhead_of_a_trial_is_recalled_with_the_factors_of_its_machines(model: FleetModel) -> None:
+    known = replace(model, outlier_factors={"csd0": 0.5, "csd1": 1.0, "csd2": 1.0})
+    plan = tried(known, {}, 1.2)
+    ranks = tuple(
+        TrialRank(
+            "host" if rank.node == "host" else "csd",
+            rank.batch_size,
+            rank.runtime,
+            known.outlier_factors.get(rank.node, 1.0),
+        )
+        for rank in plan.ranks
+    )
+    trial = TrialMeasurement(ranks, plan.result.step_s, plan.result.samples_per_s, 1.0)
+    assert fleet_model.recall_overhead([trial], known) == pytest.approx(1.2)
 
 
 def test_each_out_of_memory_makes_micro_batches_of_the_class_smaller(model: FleetModel) -> None:

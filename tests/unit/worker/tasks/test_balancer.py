@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from csdctl.worker.protocol.events import KEPT, TAKEN_BACK, TRIED
-from csdctl.worker.tasks.balancer import MAX_STEPS, MIN_STEPS, Balancer, Change
+from csdctl.worker.tasks.balancer import MAX_STEPS, MIN_STEPS, Balancer, Change, apportion_above
 
 Sizes = dict[int, int]
 Step = Callable[[Mapping[int, int]], tuple[dict[int, float], float]]
@@ -221,6 +221,60 @@ def test_batch_sizes_return_when_a_slowdown_ends() -> None:
     assert slow[1] < 130
     after, _, _ = run(slow, Ranks(speeds, 0.02), 200, balancer)
     assert abs(after[1] - 200) < 20
+
+
+def test_open_trial_is_taken_back_when_ranks_change() -> None:
+    balancer, planned = Balancer({}), {0: 100, 1: 100}
+    assert balancer.forget() == {}
+    sizes = planned
+    for _ in range(2 * MIN_STEPS):
+        balancer.observe({0: 1.0, 1: 2.0}, 2.0)
+        sizes = change.batch_sizes if (change := balancer.decide(sizes)) else sizes
+        if sizes != planned:
+            break
+    assert sizes != planned
+    assert balancer.forget() == planned
+    assert balancer.forget() == {}
+
+
+@pytest.mark.parametrize("least", [{1: 80}, {0: 5, 1: 80}, {1: 199}])
+def test_no_rank_gets_fewer_samples_than_its_private_ones_need(least: Sizes) -> None:
+    balancer, sizes = Balancer({}), {0: 100, 1: 100, 2: 100}
+    for _ in range(MAX_STEPS):
+        balancer.observe({0: 1.0, 1: 3.0, 2: 1.0}, 3.0)
+        if change := balancer.decide(sizes, least):
+            assert change.batch_sizes[1] >= least[1]
+            assert sum(change.batch_sizes.values()) == 300
+            return
+    assert least[1] > 100
+
+
+@given(
+    st.dictionaries(st.integers(0, 5), st.tuples(st.floats(0.1, 1e4), st.integers(0, 60)), min_size=1),
+    st.integers(1, 300),
+)
+def test_samples_above_the_least_are_divided_or_none(ranks: dict[int, tuple[float, int]], total: int) -> None:
+    least = {rank: smallest for rank, (_, smallest) in ranks.items()}
+    sizes = apportion_above(least, total, {rank: speed for rank, (speed, _) in ranks.items()}, {})
+    if sizes:
+        assert sum(sizes.values()) == total
+        assert all(size >= max(1, least[rank]) for rank, size in sizes.items())
+    else:
+        assert sum(max(1, smallest) for smallest in least.values()) >= total
+
+
+def test_failed_change_of_one_rank_does_not_hide_another_slow_rank() -> None:
+    planned = {0: 60, 1: 20, 2: 20}
+    times, shortest = {0: 0.06, 1: 0.05, 2: 0.05}, [0.07]
+
+    def step(sizes: Mapping[int, int]) -> tuple[dict[int, float], float]:
+        return dict(times), shortest[0] if sizes == planned else 0.08
+
+    balancer = Balancer({})
+    run(planned, step, 1000, balancer)
+    times[2] = 0.062
+    _, _, changes = run(planned, step, 100, balancer)
+    assert [change.slowest for change in changes][:1] == [2]
 
 
 def test_no_trial_begins_where_none_may() -> None:

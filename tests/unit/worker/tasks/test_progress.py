@@ -113,3 +113,24 @@ def test_rank_that_comes_back_has_its_latest_batch_size(progress: RunProgress) -
     progress.end_epoch(CallbackState())
     progress.regroup(ALL)
     assert [share.batch_size for share in progress.segment.shares] == [4, 1, 4]
+
+
+def test_planned_batch_sizes_are_used_when_the_ranks_regroup(progress: RunProgress) -> None:
+    run_steps(progress, 2)
+    progress.change_batch_sizes({0: 2, 1: 4, 2: 3})
+    run_steps(progress, 1)
+    progress.plan_batch_sizes({0: 4, 1: 2, 2: 3})
+    assert [share.batch_size for share in progress.segment.shares] == [2, 4, 3]
+    progress.regroup(ALL)
+    assert [share.batch_size for share in progress.segment.shares] == [4, 2, 3]
+    run_to_the_epochs_end(progress)
+    assert progress.num_lost() == 0
+
+
+def test_least_batch_sizes_let_private_samples_last_no_longer_than_the_epoch() -> None:
+    host, csd0, csd1 = specs_of(SIZES, NUM_STEPS)
+    progress = begin((host, replace(csd0, num_private=40, num_public=0), replace(csd1, num_private=0)))
+    least = progress.least_batch_sizes()
+    assert least[0] == least[2] == 0
+    num_samples = sum(its.num_private + its.num_public for its in progress.samples)
+    assert least[1] == -(-40 * sum(SIZES) // num_samples)

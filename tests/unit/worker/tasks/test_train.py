@@ -17,6 +17,7 @@ from csdctl.worker.compute.model import save_model
 from csdctl.worker.compute.recipe import compile_model
 from csdctl.worker.data.arrays import hash_arrays
 from csdctl.worker.data.prepared import SyntheticReader
+from csdctl.worker.data.schedule import OwnSamples
 from csdctl.worker.engine.layout import Sums
 from csdctl.worker.group.communicator import Communicator
 from csdctl.worker.group.values import LinkLostError, StepVoidError, decode_value, encode_value
@@ -33,6 +34,7 @@ from csdctl.worker.protocol.events import (
 from csdctl.worker.protocol.recipe import LossTerm, Noise, ReduceOnPlateau
 from csdctl.worker.protocol.run_spec import COPIES, RankSpec, RunSpec, Runtime
 from csdctl.worker.tasks import train
+from csdctl.worker.tasks.balancer import Balancer
 from csdctl.worker.tasks.checkpointer import BEST_MODEL, LAST_MODEL
 from csdctl.worker.tasks.progress import EpochTotals, Reporter, RunProgress, unpack
 from csdctl.worker.tasks.task import FINISHED, TaskContext
@@ -439,6 +441,53 @@ def test_slow_rank_gets_fewer_samples_within_a_constant_global_batch(
     task.progress.regroup((0, 2))
     task.run(PlayedRanks(task, add=slow_down))
     assert task.progress.position.batch_sizes == {str(rank): size for rank, size in enumerate(sizes)}
+
+
+class WatchedBalancer(Balancer):
+    """Notes the compute times that it gets, and tries nothing. `before`: sizes before an open trial."""
+
+    def __init__(self, before: dict[int, int] | None = None) -> None:
+        super().__init__({})
+        self.before, self.seen = before or {}, list[Mapping[int, float]]()
+
+    def observe(self, times_s: Mapping[int, float], previous_step_s: float) -> None:
+        self.seen.append(times_s)
+
+    def decide(self, *sizes: Mapping[int, int], may_try: bool = True) -> None:
+        return None
+
+    def forget(self) -> dict[int, int]:
+        sizes, self.before = getattr(self, "before", {}), {}
+        return sizes
+
+
+def test_only_steps_in_which_all_ranks_have_a_full_batch_show_their_balance() -> None:
+    """The private samples of rank 0 last for twice as many steps as those of the others."""
+    task = load_task()
+    balancer = task.balancer = WatchedBalancer()
+    task.progress.samples = [
+        OwnSamples(NUM_STEPS * size * (1 + (rank == 0)), 0) for rank, size in enumerate(SIZES)
+    ]
+    task.progress.position = dataclasses.replace(task.progress.position, segment=None)
+    task.progress.regroup((0, 1, 2))
+    task.run(PlayedRanks(task))
+    assert task.progress.position.total_steps == 2 * NUM_STEPS
+    assert len(balancer.seen) == NUM_STEPS
+
+
+def test_batch_sizes_of_an_open_trial_are_taken_back_when_a_rank_is_lost() -> None:
+    task = load_task()
+    task.progress.change_batch_sizes({0: 2, 1: 4, 2: 3})
+    task.balancer = WatchedBalancer()
+    group = PlayedRanks(task, lost={2: (2,)})
+
+    def begin_trial(total: np.ndarray, layout: Any) -> None:
+        assert isinstance(task.balancer, WatchedBalancer)
+        task.balancer.before = {0: 4, 1: 2, 2: 3}
+
+    group._add = begin_trial
+    task.run(group)
+    assert task.progress.position.batch_sizes == {"0": 4, "1": 2, "2": 3}
 
 
 def change_count(total: np.ndarray, layout: Any) -> None:
