@@ -349,8 +349,8 @@ def learn_probes(model: FleetModel, outcomes: Mapping[str, measured.ProbeOutcome
         probed = {machine: outcomes[machine] for machine in members.machines if machine in outcomes}
         times = {machine: outcome.step_time_s for machine, outcome in probed.items() if outcome.step_time_s}
         if len(probed) == len(members.machines) and len({its.batch_size for its in probed.values()}) == 1:
-            known = [times[machine] / factors[machine] for machine in times if machine in factors]
-            usual = median(known or times.values() or [1.0])
+            usual_times = [times[machine] / factors[machine] for machine in times if machine in factors]
+            usual = median(usual_times or times.values() or [1.0])
             factors |= {machine: outlier_factor(times.get(machine, usual) / usual) for machine in probed}
         classes[name] = members.with_probes(
             [

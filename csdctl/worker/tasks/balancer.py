@@ -219,11 +219,11 @@ def apportion_above(
 ) -> dict[int, int]:
     """Divide `total` samples as `apportion` does, not below the `least` of a rank. {} if impossible."""
     fixed: dict[int, int] = {}
-    while rest := {rank: speed for rank, speed in speeds.items() if rank not in fixed}:
-        left = total - sum(fixed.values())
-        if left < len(rest):
+    while free_speeds := {rank: speed for rank, speed in speeds.items() if rank not in fixed}:
+        num_free = total - sum(fixed.values())
+        if num_free < len(free_speeds):
             break
-        shared = apportion(left, rest, limits)
+        shared = apportion(num_free, free_speeds, limits)
         below = {rank: least[rank] for rank, size in shared.items() if size < least.get(rank, 1)}
         if not below:
             return dict(sorted({**fixed, **shared}.items()))

@@ -243,10 +243,10 @@ class RunProgress:
 
     def least_batch_sizes(self) -> dict[int, int]:
         """Return the batch size of each rank with which its private samples do not outlast the epoch."""
-        left = {share.rank: share.after(self.step_in_segment) for share in self.segment.shares}
-        num_left = max(1, sum(share.num_samples for share in left.values()))
+        shares = [share.after(self.step_in_segment) for share in self.segment.shares]
+        num_left = max(1, sum(share.num_samples for share in shares))
         global_batch = self.segment.global_batch
-        return {rank: -(-share.num_private * global_batch // num_left) for rank, share in left.items()}
+        return {share.rank: -(-share.num_private * global_batch // num_left) for share in shares}
 
     def change_batch_sizes(self, sizes: Mapping[int, int]) -> None:
         """Continue the epoch with other batch sizes of the ranks that take part."""
