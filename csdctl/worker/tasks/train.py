@@ -147,7 +147,8 @@ class Train(ModelTask):
 
     def run(self, communicator: Communicator) -> str:
         """Train until the end."""
-        self._forget_balance()
+        if self.balancer:  # the position is rank 0's: an open trial of before is over
+            self.balancer.forget()
         self.apply_s = 0.0
         try:
             while not self._is_over:  # it may have been decided before a link was lost
@@ -229,13 +230,9 @@ class Train(ModelTask):
     def _settle(self, communicator: Communicator, before: Sequence[int]) -> None:
         """Continue with the present ranks. If they have changed, begin to observe the balance again."""
         if communicator.admitted or not tuple(before) == communicator.members == communicator.counted:
-            self._forget_balance()
+            if self.balancer:  # batch sizes whose trial is open are taken back
+                self.progress.plan_batch_sizes(self.balancer.forget())
             self.settle(communicator, before)
-
-    def _forget_balance(self) -> None:
-        """Begin to observe the balance. Batch sizes whose trial is open are taken back when ranks regroup."""
-        if self.balancer and (sizes := self.balancer.forget()):
-            self.progress.plan_batch_sizes(sizes)
 
     def _slowest_link(self, communicator: Communicator) -> tuple[int, float, int] | None:
         """Return `Progress.slow_link`. None if the waiting ended when the ranks had computed."""

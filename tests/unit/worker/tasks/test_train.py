@@ -490,6 +490,14 @@ def test_batch_sizes_of_an_open_trial_are_taken_back_when_a_rank_is_lost() -> No
     assert task.progress.position.batch_sizes == {"0": 4, "1": 2, "2": 3}
 
 
+def test_rank_that_joins_again_has_the_batch_sizes_of_rank_0_and_not_those_before_its_own_trial() -> None:
+    task = load_task(rank=2)
+    task.balancer = WatchedBalancer({0: 2, 1: 4, 2: 3})
+    with contextlib.suppress(LinkLostError):  # rank 0 sends no decision
+        task.run(PlayedRanks(task, rank=2))
+    assert task.progress.position.batch_sizes == {str(rank): size for rank, size in enumerate(SIZES)}
+
+
 def change_count(total: np.ndarray, layout: Any) -> None:
     total[layout.count] += 1
 
