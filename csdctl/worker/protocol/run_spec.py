@@ -29,6 +29,8 @@ Device = Annotated[str, OneOf(DEVICES)]
 """What a rank computes on; `auto` is a GPU where TensorFlow sees one."""
 NUM_CHECKPOINTS, CHECKPOINT_INTERVAL_S = 3, 600.0
 """Defaults of a run."""
+GROWTH_LIMIT = 2
+"""A rank whose memory was not measured gets at most this many times its planned batch size."""
 COPIES = ".csdctl/copies"
 """On every other server, below its home: a project directory with the runs that it can take over."""
 

@@ -11,7 +11,7 @@ global batch size stays constant.
 
 import heapq
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
@@ -108,24 +108,30 @@ class Balancer:
             self._durations = [*self._durations[1 - MAX_STEPS :], previous_step_s]
 
     def decide(
-        self, batch_sizes: Mapping[int, int], least: Mapping[int, int] = {}, *, may_try: bool = True
+        self,
+        batch_sizes: Mapping[int, int],
+        find_least: Callable[[], Mapping[int, int]] = dict,
+        *,
+        may_try: bool = True,
     ) -> Change | None:
         """Return other batch sizes with the same sum, or that a trial has succeeded. None: nothing changes.
 
-        A rank with batch size 0 keeps it. `least`: the smallest batch size of a rank, 1 if it has none.
-        `may_try`: whether a trial may begin.
+        A rank with batch size 0 keeps it. `find_least` returns the smallest batch sizes, by default 1. It is
+        called only where a trial may follow. `may_try`: whether a trial may begin.
         """
         change = None
         if self._trial:
             change = (self._judge if self._trial.outcome == TRIED else self._compare)(self._trial)
         elif may_try:
-            change = self._propose(batch_sizes, least)
+            change = self._propose(batch_sizes, find_least)
         if change:
             self._trial = change if change.outcome in (TRIED, COMPARED) else None
             self._watch()
         return change
 
-    def _propose(self, batch_sizes: Mapping[int, int], least: Mapping[int, int]) -> Change | None:
+    def _propose(
+        self, batch_sizes: Mapping[int, int], find_least: Callable[[], Mapping[int, int]]
+    ) -> Change | None:
         if len(self._durations) < MIN_STEPS:
             return None
         if self._lost_s > MAX_LOSS * self._total_s + FREE_STEPS * fmean(self._durations):
@@ -144,7 +150,7 @@ class Balancer:
             before = self._durations[-window:]
             step_s = fmean(before)
             scale = self._choose_scale(slowest, slowdown, step_s)
-            suggested = apportion_above(least, total, speeds, self._limits) or sizes
+            suggested = apportion_above(find_least(), total, speeds, self._limits) or sizes
             better = apportion(
                 total,
                 {rank: size + scale * (suggested[rank] - size) for rank, size in sizes.items()},

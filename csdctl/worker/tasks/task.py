@@ -31,11 +31,9 @@ from csdctl.worker.protocol.events import Joined, Misbehaved
 from csdctl.worker.protocol.json_codec import ProtocolError, Sha256, from_dict
 from csdctl.worker.protocol.orders import Begin, OpenHub, Order, Ping, Probe, Stop, TakeSteps, order_from_line
 from csdctl.worker.protocol.recipe import BF16
-from csdctl.worker.protocol.run_spec import ELEMENT_SPEC, CompiledStep, RankSpec, RunSpec
+from csdctl.worker.protocol.run_spec import ELEMENT_SPEC, GROWTH_LIMIT, CompiledStep, RankSpec, RunSpec
 from csdctl.worker.tasks.progress import Position, Reporter, RunProgress, hash_state, pack
 
-GROWTH_LIMIT = 2
-"""A rank whose memory was not measured gets at most this many times its planned batch size."""
 ORPHAN_S = 600.0
 """A rank that takes no part and receives no order for this long exits."""
 FINISHED = ""

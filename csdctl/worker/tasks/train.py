@@ -341,7 +341,7 @@ class Train(ModelTask):
         sizes = {share.rank: share.batch_size for share in progress.segment.shares}
         self.balancer.observe({rank: float(times_s[rank]) for rank in sizes}, previous_step_s)
         num_spans = sum(len(share.reassigned) for share in progress.segment.shares)
-        change = self.balancer.decide(sizes, progress.least_batch_sizes(), may_try=num_spans < MAX_SPANS)
+        change = self.balancer.decide(sizes, progress.least_batch_sizes, may_try=num_spans < MAX_SPANS)
         if change is None:
             return
         if self.is_root:

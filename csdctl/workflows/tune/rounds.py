@@ -6,7 +6,8 @@ from the stored measurements: it needs no probe, and one trial confirms its plan
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -103,27 +104,29 @@ class FleetMeasurer:
 
     def run_trial(self, ranks: Sequence[RankPlan], num_steps: int) -> TrialResult:
         """Take steps with the ranks of a plan. Raises OutOfMemoryError for a rank that was killed."""
-        run = self._start([rank.node for rank in ranks])
-        self._say(f"trying the plan: {num_steps} steps of all {len(ranks)} ranks")
-        try:
+        with self._running(ranks, f"trying the plan: {num_steps} steps") as run:
             result = run.take_steps(ranks, num_steps)
-        except CsdctlError:
-            self.__exit__()
-            raise
         self.measuring_s += result.wall_s
         return result
 
     def balance(self, ranks: Sequence[RankPlan], num_steps: int) -> list[int]:
         """Return the ranks' batch sizes after steps in which they are balanced. Raises as `run_trial`."""
-        run, began = self._start([rank.node for rank in ranks]), time.monotonic()
-        self._say(f"balancing the plan: {num_steps} steps of all {len(ranks)} ranks")
-        try:
+        with self._running(ranks, f"balancing the plan: {num_steps} steps") as run:
+            began = time.monotonic()
             sizes = run.balance(ranks, num_steps)
+        self.measuring_s += time.monotonic() - began
+        return sizes
+
+    @contextmanager
+    def _running(self, ranks: Sequence[RankPlan], doing: str) -> Iterator[TuningRun]:
+        """Give the run of the ranks of a plan, and end it after an error."""
+        run = self._start([rank.node for rank in ranks])
+        self._say(f"{doing} of all {len(ranks)} ranks")
+        try:
+            yield run
         except CsdctlError:
             self.__exit__()
             raise
-        self.measuring_s += time.monotonic() - began
-        return sizes
 
     def _start(self, names: Sequence[str]) -> TuningRun:
         fleet, facts = self._space.fleet, self._space.facts

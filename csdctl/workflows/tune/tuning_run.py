@@ -37,7 +37,7 @@ from csdctl.worker.protocol.events import (
     SumTimed,
 )
 from csdctl.worker.protocol.orders import Order, Probe, ProbeRequest, Stop, TakeSteps, TrialShard
-from csdctl.worker.protocol.run_spec import TRIAL, TRIAL_SPLIT
+from csdctl.worker.protocol.run_spec import GROWTH_LIMIT, TRIAL, TRIAL_SPLIT
 from csdctl.worker.protocol.statistics import standard_error
 from csdctl.workflows.train import resolved
 from csdctl.workflows.train.request import TrainOptions
@@ -49,8 +49,6 @@ from csdctl.workflows.workspace.event_stream import EventStream
 SKIPPING_FROM = 10
 """In a trial of at least this many steps, those before a rank's first progress event do not count: the first
 step is slow. A trial of fewer has long steps, without a slow first one."""
-MAX_GROWTH = 2
-"""Without a limit of its memory, the batch of a rank grows to at most this many times its size in a trial."""
 PROBE_DEADLINE_S = 600.0
 OPTIONS = TrainOptions(
     deadlines=Patience(silence_s=2 * PROBE_DEADLINE_S, poll_s=0.05, max_restarts=0), is_balanced=False
@@ -138,7 +136,7 @@ class TuningRun:
             # Matters only with noise, when each private sample has a gradient of its own.
             num_private = num_samples * shard.num_private // max(1, shard.num_samples)
             num_public = num_samples - num_private
-            most = rank.max_batch_size or MAX_GROWTH * rank.batch_size
+            most = rank.max_batch_size or GROWTH_LIMIT * rank.batch_size
             shards.append(
                 TrialShard(rank.batch_size, most, rank.micro_batch_size, num_private, num_public=num_public)
             )

@@ -453,7 +453,7 @@ class WatchedBalancer(Balancer):
     def observe(self, times_s: Mapping[int, float], previous_step_s: float) -> None:
         self.seen.append(times_s)
 
-    def decide(self, *sizes: Mapping[int, int], may_try: bool = True) -> None:
+    def decide(self, *arguments: Any, may_try: bool = True) -> None:
         return None
 
     def forget(self) -> dict[int, int]:
