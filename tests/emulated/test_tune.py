@@ -59,10 +59,13 @@ def test_plan_respects_its_limit_and_reports_its_prediction(
     assert stderr.count("starting TensorFlow on 3 machines") == 1
     host, *nodes = plan["ranks"]
     assert [rank["node"] for rank in (host, *nodes)] == ["host", "csd0", "csd1"]
-    assert nodes[0]["batch_size"] == nodes[1]["batch_size"], "nodes of one class get one size"
     assert 0 < plan["num_probes"] <= 16, "at most eight of each class"
     stored = (project / ".csdctl" / "measurements.jsonl").read_text().splitlines()
-    assert not any('"probe"' in line and "csd0" in line for line in stored), "of classes, not machines"
+    values = [line["value"] for line in map(json.loads, stored) if line["kind"] == "probe"]
+    factors = {value["node"]: value["factor"] for value in values}
+    assert factors.keys() == {"host", "csd0", "csd1"}, "the machines of a class were compared"
+    sizes = {node["node"]: node["batch_size"] for node in nodes}
+    assert (sizes["csd0"] == sizes["csd1"]) == (factors["csd0"] == factors["csd1"]), (sizes, factors)
     assert "samples/s" in succeed(project, "forecast").stdout
 
 
