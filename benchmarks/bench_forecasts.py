@@ -3,8 +3,8 @@
     make bench ARGS="-k forecasts"
 
 Three networks on four emulated fleets, one of them behind 100 Mbit/s, each tuned, then trained twice; and
-one node of each, forecast from the measurements of the whole fleet. Once on a quiet machine, once beside a
-process that keeps a core busy while machines are tuned and trained. Prints figures, asserts no limits.
+the same with one node of each. Once on a quiet machine, once beside a process that keeps a core busy while
+machines are tuned and trained. Prints figures, asserts no limits.
 Forecasts of whole trainings by features and split: `-k strategy_choice`.
 """
 
@@ -72,16 +72,13 @@ def reach(directory: Path, job: str, rate: float, plan: dict[str, Any], *options
 def forecasts_of(directory: Path, model: str) -> Iterator[tuple[float, tuple[float, float], float]]:
     """Yield the rate that is forecast, its range, and the rate that is reached."""
     job = f"{model}.yaml"
-    plan = csdctl(directory, "tune", job, *OPTIONS)[-1]
-    predicted = plan["predicted"]
-    for _ in range(NUM_RUNS):
-        reached = reach(directory, job, predicted["samples_per_s"], plan)
-        yield predicted["samples_per_s"], tuple(predicted["samples_per_s_range"]), reached
-    if len(plan["ranks"]) > 2:
-        [point] = csdctl(directory, "forecast", job, "--nodes", "1")[-1]["curve"]
-        csdctl(directory, "tune", job, *OPTIONS, "--limit", "csd0")
-        reached = reach(directory, job, point["samples_per_s"], point, "--limit", "csd0")
-        yield point["samples_per_s"], tuple(point["samples_per_s_range"]), reached
+    has_others = (directory / ".csdctl" / "emulated" / "nodes" / "csd1").exists()
+    for limit in ((), ("--limit", "csd0"))[: 1 + has_others]:
+        plan = csdctl(directory, "tune", job, *OPTIONS, *limit)[-1]
+        predicted = plan["predicted"]
+        for _ in range(NUM_RUNS):
+            reached = reach(directory, job, predicted["samples_per_s"], plan, *limit)
+            yield predicted["samples_per_s"], tuple(predicted["samples_per_s_range"]), reached
 
 
 @pytest.mark.parametrize("num_busy", [0, 1], ids=["quiet", "busy"])
