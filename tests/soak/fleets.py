@@ -1,6 +1,7 @@
 """The fleets that are soaked: what runs where, and the faults that each of them can have."""
 
 import contextlib
+import os
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -73,8 +74,12 @@ class SoakFleet:
         for number, node in enumerate(("host", *self.nodes)):
             for pid in processes_of(run, node, "python", " rank --spec"):
                 with contextlib.suppress(OSError):
-                    places[number] = Path(f"/proc/{pid}/cwd").resolve()
+                    places[number] = self.seen(node, Path(os.readlink(f"/proc/{pid}/cwd")))
         return places
+
+    def seen(self, node: str, path: Path) -> Path:
+        """Return a path on a node as this machine sees it."""
+        return path
 
     def left(self, run: Path) -> list[str]:
         """Return what of a run still runs."""
@@ -143,7 +148,10 @@ class LabFleet(SoakFleet):
         return self.lab.host.start(*command, cwd=self.project)
 
     def home(self, node: str) -> Path:
-        return self.node(node).home
+        return self.lab.directory / node / "home"
+
+    def seen(self, node: str, path: Path) -> Path:
+        return path if node == "host" else self.home(node) / path.relative_to("/root")
 
     def daemons(self) -> list[int]:
         return [pid for node in self.nodes for pid in self._named(node, "prted")]

@@ -30,8 +30,6 @@ from csdctl.worker.tasks.progress import Position, Reporter, RunProgress
 from csdctl.worker.tasks.task import TaskContext
 from csdctl.worker.tasks.train import Train
 
-NUM_KEPT = 5000
-"""States that are kept for a rank 0 that starts again from one of them."""
 Key = tuple[int, int]
 """Steps of the run so far, and the epoch."""
 
@@ -75,31 +73,29 @@ class RankServer:
             self._epoch = epoch
             self.task.reader.set_epoch(epoch)
 
-    def rate(self, position: Position) -> float:
-        """Return the learning rate of the next step."""
-        self.progress.position = position
-        rate: float = self.task._learning_rate()
-        return rate
-
     def pack(self, position: Position, spans: Sequence[Span]) -> bytes:
         """Return samples that were reassigned."""
         self._set_epoch(position.epoch)
         packed: bytes = self.task.reader.pack_reassigned(spans)
         return packed
 
-    def local(self, position: Position, rate: float, share: Share, packed: bytes | None) -> Array:
+    def local(self, position: Position, share: Share, packed: bytes | None) -> Array:
         """Return the vector of the rank in the next step."""
         self._set_epoch(position.epoch)
         step = self.task.step
         batch = self.task.reader.read(share, packed)
         copies = self.task.reader.private_copies(share) if step.has_noise else None
-        step.set_step(position.total_steps, rate)
+        self._set_step(position)
         vector: Array = step.local(*batch, private_copies=copies)
         return vector
 
-    def apply(self, position: Position, rate: float, total: Array) -> Sums:
+    def _set_step(self, position: Position) -> None:
+        self.progress.position = position
+        self.task.step.set_step(position.total_steps, self.task._learning_rate())
+
+    def apply(self, position: Position, total: Array) -> Sums:
         """Apply the sum of a step."""
-        self.task.step.set_step(position.total_steps, rate)
+        self._set_step(position)
         sums: Sums = self.task.step.apply(total)
         return sums
 
@@ -136,11 +132,14 @@ class Replay:
         self.progress = RunProgress(alone)
         self.num_compared = self.num_steps = 0
         self.ranks = [ReplayedRank(alone, me.rank, places[me.rank]) for me in alone.ranks]
+        self._needed: set[Key] = set()
+        """States from which a rank 0 starts again."""
         self._saved: dict[Key, tuple[list[Array], Position]] = {}
         self.members: tuple[int, ...] = ()
 
     def follow(self, events: Sequence[Mapping[str, Any]]) -> None:
         """Train as the `events` of rank 0 say. Raises AssertionError where a hash does not come out."""
+        self._needed = {key_of(event) for event in events if event.get("is_start")}
         for event in events:
             kind = event["event"]
             if kind == "Joined":
@@ -156,12 +155,12 @@ class Replay:
                 self._compare(event)
             elif kind == "Finished":
                 while self.progress.position.total_steps < event["steps"]:
-                    self._step()
+                    self._go_on()
                 self._compare(event)
 
     def _join(self, event: Mapping[str, Any]) -> None:
         sizes = {int(rank): size for rank, size in event["batch_sizes"].items()}
-        target, key = (event["epoch"], event["step"]), (event["total_steps"], event["epoch"])
+        target, key = (event["epoch"], event["step"]), key_of(event)
         before, uncounted = self.members, ()
         if event["is_start"] and key in self._saved:
             values, self.progress.position = self._saved[key]
@@ -215,29 +214,32 @@ class Replay:
     def _last_step(self, epoch: int) -> int:
         """Return the number of steps of an epoch with the present members."""
         while self.progress.position.epoch < epoch:
-            if self.progress.position.step == self.progress.segment.stop_step:
-                self._end_epoch()
-            else:
-                self._step()
+            self._go_on()
         return self.progress.segment.stop_step
+
+    def _go_on(self) -> None:
+        """Take a step with all members, or end the epoch after its last one."""
+        if self.progress.position.step == self.progress.segment.stop_step:
+            self._end_epoch()
+        else:
+            self._step()
 
     def _step(self, uncounted: Sequence[int] = ()) -> None:
         progress, root = self.progress, self.ranks[0]
         position = progress.position
         samples = dict(zip(self.members, progress.step_samples, strict=True))
-        rate = root.call("rate", position)
         # The order in which the hub adds.
         counted = sorted(set(self.members) - {*uncounted}, key=lambda rank: rank or len(self.ranks))
         for rank in counted:
             share = progress.share_of(rank)
             packed = root.call("pack", position, share.reassigned) if rank and share.reassigned else None
-            self.ranks[rank].send("local", position, rate, share, packed)
+            self.ranks[rank].send("local", position, share, packed)
         first, *others = (self.ranks[rank].receive() for rank in counted)
         total = first.copy()
         for vector in others:
             total += vector
         for replayed in self.ranks:
-            replayed.send("apply", position, rate, total)
+            replayed.send("apply", position, total)
         sums, *_ = [replayed.receive() for replayed in self.ranks]
         progress.end_step(sums, sum(count for rank, count in samples.items() if rank not in uncounted))
         self.num_steps += 1
@@ -250,17 +252,19 @@ class Replay:
 
     def _save(self) -> None:
         position = self.progress.position
-        key = position.total_steps, position.epoch
-        self._saved.pop(key, None)
-        self._saved[key] = self.ranks[0].call("values"), position
-        if len(self._saved) > NUM_KEPT:
-            del self._saved[next(iter(self._saved))]
+        if (key := (position.total_steps, position.epoch)) in self._needed:
+            self._saved[key] = self.ranks[0].call("values"), position
 
     def _compare(self, event: Mapping[str, Any]) -> None:
         hashes = {rank.call("hash") for rank in self.ranks}
         at = f"{event['event']} at epoch {self.progress.position.epoch}"
         assert hashes == {event["weights_hash"]}, f"{at}: other weights"
         self.num_compared += 1
+
+
+def key_of(joined: Mapping[str, Any]) -> Key:
+    """Return the key of the state that the ranks have at a `Joined` event."""
+    return joined["total_steps"], joined["epoch"]
 
 
 def events_of_rank_0(path: Path) -> Iterator[dict[str, Any]]:
