@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -104,7 +105,7 @@ class EmulatedFleet(SoakFleet):
             cwd=self.project,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
+            stderr=subprocess.PIPE,
             text=True,
             errors="replace",
         )
@@ -191,3 +192,10 @@ def open_fleet(kind: str, project: Path) -> Iterator[SoakFleet]:
         else:
             stack.enter_context(emulated(project, len(EmulatedFleet.nodes)))
             yield EmulatedFleet(project)
+
+
+def signal_processes(pids: list[int], name: str) -> None:
+    """Send a signal to processes, of which some may have ended."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.Signals[name])

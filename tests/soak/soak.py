@@ -33,7 +33,8 @@ from tests.add_up_events import add_up
 from tests.emulated.training import assert_all_read_once
 from tests.needs import SYSTEM_PATH
 from tests.patience import communicate, eventually, scaled
-from tests.soak.fleets import SoakFleet, open_fleet
+from tests.soak.commands import CSDCTL, Commands
+from tests.soak.fleets import SoakFleet, open_fleet, signal_processes
 
 CLONE_NEWNS = 0x20000
 NUM_PUBLIC, NUM_PRIVATE = 1200, 100
@@ -48,10 +49,10 @@ STEADY_S = 3.0
 MEMORY_GROWTH = 1.5
 """Allowed growth of csdctl's memory."""
 JOB = """\
-model: model.py:build
+model: MODEL
 data:
   public: {path: public.npz}
-  private: {path: ~/private.npz}
+  private: {path: ~/private.npz, activations: may-leave}
   validation: {path: validation.npz}
 recipe: {epochs: 1000000, optimizer: adam, learning_rate: 0.001, seed: 7}
 """
@@ -60,18 +61,27 @@ import keras
 from keras import layers
 
 
-def build():
-    return keras.Sequential([
-        keras.Input((16, 16, 1)),
-        layers.Conv2D(8, 3, activation="relu"),
-        layers.BatchNormalization(),
-        layers.Conv2D(16, 3, activation="relu"),
-        layers.GlobalAveragePooling2D(),
-        layers.Dropout(0.2),
-        layers.Dense(3, activation="softmax"),
-    ])
+def build(trainable=False):
+    inputs = keras.Input((16, 16, 1))
+    x = layers.Conv2D(8, 3, activation="relu", trainable=trainable)(inputs)
+    x = layers.BatchNormalization(trainable=trainable, name="cut")(x)
+    x = layers.Conv2D(16, 3, activation="relu")(x)
+    x = layers.Dropout(0.2)(layers.GlobalAveragePooling2D()(x))
+    return keras.Model(inputs, layers.Dense(3, activation="softmax")(x))
+
+
+def build_trained():
+    return build(trainable=True)
 """
-CSDCTL = """
+STRATEGIES = {
+    "data-parallel": ("model.py:build_trained",),
+    "features": ("model.py:build", "--strategy", "features"),
+    "split": ("model.py:build_trained", "--strategy", "split", "--cut", "cut"),
+}
+"""The model of each, and options of `train`."""
+SHARES = (5, 3, 2)
+"""How often each is chosen."""
+WITH_CLOCK = """
 import pathlib, sys, time
 clock, now = pathlib.Path(sys.argv.pop(1)), time.time
 time.time = lambda: now() + int(clock.read_text() or 0)
@@ -112,6 +122,7 @@ class Outcome:
     fleet: str
     seed: int
     seconds: float
+    strategy: str
     options: list[str]
     faults: list[Applied] = field(default_factory=list)
     ends: list[str] = field(default_factory=list)
@@ -128,6 +139,8 @@ class Outcome:
     """Hashes of weights that the replay has come to as well."""
     census: dict[int, tuple[Census, Census]] = field(default_factory=dict)
     """The first and the last of each csdctl, by its process id."""
+    commands: dict[str, list[int]] = field(default_factory=dict)
+    """Exit codes of commands that were disturbed, by command and fault."""
     problems: list[str] = field(default_factory=list)
 
     def summary(self) -> dict[str, Any]:
@@ -175,7 +188,7 @@ class Soak:
         self.outcome.num_starts += 1
         with contextlib.suppress(OSError):
             self._start = (self.run / "events.jsonl").stat().st_size
-        self.process = self.fleet.start(sys.executable, "-c", CSDCTL, str(self._clock), *arguments)
+        self.process = self.fleet.start(sys.executable, "-c", WITH_CLOCK, str(self._clock), *arguments)
         threading.Thread(target=self._read, args=(self.process,), daemon=True).start()
 
     def _read(self, process: "subprocess.Popen[str]") -> None:
@@ -363,9 +376,7 @@ class Soak:
 
     def _judge_figures(self) -> None:
         """The report says what code that shares nothing with it adds up from the log."""
-        process = self.fleet.start(
-            str(Path(sys.prefix) / "bin" / "csdctl"), "report", self.run.name, "--json"
-        )
+        process = self.fleet.start(CSDCTL, "report", self.run.name, "--json")
         output, errors = communicate(process)
         assert process.returncode == 0, output + errors
         report, added = json.loads(output), add_up(self.run / "events.jsonl")
@@ -381,6 +392,9 @@ class Soak:
                 assert is_near(rank[name], expected[name]), f"{rank}: expected {expected}"
 
     def _judge_weights(self) -> None:
+        """A training without faults, with the same members in each step, has the same weights."""
+        if self.outcome.strategy == "split":
+            return  # its steps are not replayed
         places = self.scratch / "places.json"
         places.write_text(json.dumps({rank: str(path) for rank, path in self.places.items()}))
         done = subprocess.run(
@@ -430,13 +444,6 @@ def is_near(value: float | None, expected: float | None) -> bool:
     if value is None or expected is None:
         return value is expected
     return abs(value - expected) <= 1e-6 * max(abs(value), abs(expected)) + 1e-4
-
-
-def signal_processes(pids: list[int], name: str) -> None:
-    """Send a signal to processes, of which some may have ended."""
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.Signals[name])
 
 
 @contextmanager
@@ -492,13 +499,15 @@ def small_disks() -> Iterator[Path]:
                 subprocess.run(["umount", "--lazy", str(directory)], check=True)
 
 
-def soak(kind: str, seconds: float, seed: int, keep: Path | None) -> Outcome:
+def soak(kind: str, seconds: float, seed: int, keep: Path | None, strategy: str = "") -> Outcome:
     """Soak a fleet of a kind. What a failing soak leaves is copied to `keep`."""
     chosen = random.Random(seed)
     options = [] if chosen.random() < 0.5 else ["--no-rebalance"]
-    outcome = Outcome(kind, seed, seconds, options)
+    strategy = strategy or chosen.choices([*STRATEGIES], SHARES)[0]
+    model, *more = STRATEGIES[strategy]
+    outcome = Outcome(kind, seed, seconds, strategy, [*options, *more])
     with small_disks() as project, tempfile.TemporaryDirectory(prefix="soaklog-") as scratch:
-        (project / "job.yaml").write_text(JOB)
+        (project / "job.yaml").write_text(JOB.replace("MODEL", model))
         (project / "model.py").write_text(MODEL)
         write_samples(project / "public.npz", NUM_PUBLIC)
         write_samples(project / "validation.npz", 60)
@@ -510,6 +519,10 @@ def soak(kind: str, seconds: float, seed: int, keep: Path | None) -> Outcome:
                 soaked.start()
                 soaked.soak()
                 soaked.judge()
+                commands = Commands(fleet, chosen, write_samples)
+                commands.disturb(seconds / 5)
+                outcome.commands = commands.codes
+                outcome.problems += commands.problems
             except AssertionError as error:
                 outcome.problems.append(str(error)[:4000])
             finally:
@@ -533,13 +546,14 @@ def main() -> None:
     parser.add_argument("--fleet", choices=("emulated", "lab"), default="emulated")
     parser.add_argument("--seconds", type=float, default=300.0)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--strategy", choices=[*STRATEGIES], default="", help="default: by the seed")
     parser.add_argument("--keep", type=Path)
     arguments = parser.parse_args()
     if ctypes.CDLL(None).unshare(CLONE_NEWNS):
         parser.error("needs root, for a mount namespace of its own")
     subprocess.run(["mount", "--make-rprivate", "/"], check=True)
     os.environ["PATH"] = f"{os.environ['PATH']}:{SYSTEM_PATH}"
-    outcome = soak(arguments.fleet, arguments.seconds, arguments.seed, arguments.keep)
+    outcome = soak(arguments.fleet, arguments.seconds, arguments.seed, arguments.keep, arguments.strategy)
     print(json.dumps(outcome.summary(), indent=1))
     sys.exit(bool(outcome.problems))
 
