@@ -165,6 +165,8 @@ class Soak:
         self.run = Path()
         self.process: subprocess.Popen[str] | None = None
         self.places: dict[int, Path] = {}
+        self.only = ""
+        """Only faults with this in their name come."""
         self.printed: list[str] = []
         self._start = 0
         """Size of the event log when csdctl was started."""
@@ -316,7 +318,9 @@ class Soak:
         while self.seconds < self.outcome.seconds:
             time.sleep(chosen.uniform(0, MAX_PAUSE_S))
             self.revive(is_calm=False)
-            faults = self.faults()
+            faults = {name: fault for name, fault in self.faults().items() if self.only in name}
+            if not faults:
+                continue
             # Kinds that came less often are more likely, so that each of them comes.
             kind = min(faults, key=lambda name: (waits[name], chosen.random()))
             waits[kind] += 1
@@ -499,22 +503,23 @@ def small_disks() -> Iterator[Path]:
                 subprocess.run(["umount", "--lazy", str(directory)], check=True)
 
 
-def soak(kind: str, seconds: float, seed: int, keep: Path | None, strategy: str = "") -> Outcome:
-    """Soak a fleet of a kind. What a failing soak leaves is copied to `keep`."""
-    chosen = random.Random(seed)
+def soak(arguments: argparse.Namespace) -> Outcome:
+    """Soak a fleet as the command line says."""
+    seconds, keep, chosen = arguments.seconds, arguments.keep, random.Random(arguments.seed)
     options = [] if chosen.random() < 0.5 else ["--no-rebalance"]
-    strategy = strategy or chosen.choices([*STRATEGIES], SHARES)[0]
+    strategy = arguments.strategy or chosen.choices([*STRATEGIES], SHARES)[0]
     model, *more = STRATEGIES[strategy]
-    outcome = Outcome(kind, seed, seconds, strategy, [*options, *more])
+    outcome = Outcome(arguments.fleet, arguments.seed, seconds, strategy, [*options, *more])
     with small_disks() as project, tempfile.TemporaryDirectory(prefix="soaklog-") as scratch:
         (project / "job.yaml").write_text(JOB.replace("MODEL", model))
         (project / "model.py").write_text(MODEL)
         write_samples(project / "public.npz", NUM_PUBLIC)
         write_samples(project / "validation.npz", 60)
-        with open_fleet(kind, project) as fleet:
+        with open_fleet(arguments.fleet, project) as fleet:
             for node in fleet.nodes:
                 write_samples(fleet.home(node) / "private.npz", NUM_PRIVATE)
             soaked = Soak(fleet, outcome, chosen, Path(scratch))
+            soaked.only = arguments.only
             try:
                 soaked.start()
                 soaked.soak()
@@ -547,13 +552,14 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=300.0)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--strategy", choices=[*STRATEGIES], default="", help="default: by the seed")
-    parser.add_argument("--keep", type=Path)
+    parser.add_argument("--only", default="", help="faults whose names have this")
+    parser.add_argument("--keep", type=Path, help="directory for what a soak with problems has left")
     arguments = parser.parse_args()
     if ctypes.CDLL(None).unshare(CLONE_NEWNS):
         parser.error("needs root, for a mount namespace of its own")
     subprocess.run(["mount", "--make-rprivate", "/"], check=True)
     os.environ["PATH"] = f"{os.environ['PATH']}:{SYSTEM_PATH}"
-    outcome = soak(arguments.fleet, arguments.seconds, arguments.seed, arguments.keep, arguments.strategy)
+    outcome = soak(arguments)
     print(json.dumps(outcome.summary(), indent=1))
     sys.exit(bool(outcome.problems))
 
