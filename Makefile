@@ -34,7 +34,7 @@ IS_USABLE := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13)
 PYTHON = $(shell for python in python3 python3.13 python3.12 python3.11; do \
 	$$python -c '$(IS_USABLE)' 2>/dev/null && echo $$python && exit; done; echo python3)
 
-.PHONY: help setup demo test test-all test-provision test-aarch64 lint-ansible lab fuzz check bench coverage lowest newest docs audit lock build clean
+.PHONY: help setup demo test test-all test-provision test-aarch64 lint-ansible lab fuzz soak check bench coverage lowest newest docs audit lock build clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-14s  %s\n", $$1, $$2 }' Makefile
@@ -66,6 +66,9 @@ lint-ansible: $(PROVISION)/.installed ## check ansible/ against ansible-lint's p
 
 fuzz: $(STAMP) ## try changed inputs on everything that csdctl reads from others: INPUTS for each kind, from SEED
 	@FUZZ_INPUTS=$(or $(INPUTS),3000) FUZZ_SEED=$(or $(SEED),1) $(BIN)/pytest tests/fuzz $(ARGS)
+
+soak: $(STAMP) ## train under faults for MINUTES from SEED on the FLEET emulated or lab; root on Debian
+	@$(BIN)/python -m tests.soak.soak --fleet $(or $(FLEET),lab) --seconds $$((60 * $(or $(MINUTES),5))) --seed $(or $(SEED),1) $(ARGS)
 
 check: $(STAMP) ## check style, formatting, types, import rules, docs and licences
 	@echo "== ruff check";        $(BIN)/ruff check .

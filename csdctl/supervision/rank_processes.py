@@ -341,14 +341,15 @@ class RankProcesses:
         if process := self._running.pop(rank, None):
             process.close()
 
-    def restart(self, rank: int) -> None:
-        """Try to restart a dropped rank until it succeeds or the run is over. Return at once."""
+    def restart(self, rank: int, pause_s: float = 0.0) -> None:
+        """Try to restart a dropped rank after a pause until it succeeds or the run ends. Return at once."""
         if rank in self._restarting:
             return
         self._restarting.add(rank)
-        threading.Thread(target=self._keep_restarting, args=(rank,), daemon=True).start()
+        threading.Thread(target=self._keep_restarting, args=(rank, pause_s), daemon=True).start()
 
-    def _keep_restarting(self, rank: int) -> None:
+    def _keep_restarting(self, rank: int, pause_s: float) -> None:
+        self._is_over.wait(pause_s)
         while not self._is_over.is_set():
             try:
                 process = self._restart(rank)

@@ -45,7 +45,8 @@ class Patience:
     relink_s: float = 1.0
     """Pause before a link is started again, for each loss of it before."""
     max_restarts: int = 3
-    """Restarts of the process of a rank without progress in between; a link is restarted for ever."""
+    """Restarts of a rank's process at once, without progress in between. Rank 0 is then lost for good. Others
+    are restarted after pauses that begin with restart_interval_s and double."""
     renew_s: float = 30.0
     """After a rank has taken part for this long, its restarts are counted from 0."""
 

@@ -27,6 +27,8 @@ STOPPED_S = 5.0
 """A wait for a message that is longer by this much: csdctl itself was stopped, and messages are late."""
 MAX_PAUSES = 10
 """Pauses of `Patience.relink_s` before a link is started again, at most."""
+MAX_DOUBLINGS = 5
+"""Doublings of `Patience.restart_interval_s` before the process of a rank is started again, at most."""
 EARLY = "reported its completion before the run was complete"
 PROGRESS = (events.Ready, events.Joined, events.Progress, events.Evaluating, events.EpochEnd, events.Finished)
 """Events of rank 0 that show that the run does not hang."""
@@ -301,7 +303,7 @@ class Supervisor:
         self._record(events.NodeLost(rank, self._nodes[rank], error.message, error.remedy))
 
     def _drop(self, rank: int) -> None:
-        """End the process of a rank and its link. Start the process again, unless that failed too often."""
+        """End the process of a rank and its link. Restart the process, after a pause if that failed often."""
         state = self._ranks[rank]
         self._processes.drop(rank)
         state.is_ready, state.pinged = False, None
@@ -311,10 +313,14 @@ class Supervisor:
             self._has_begun = False
         if rank in self._finished:
             return
-        if state.num_losses <= self._patience.max_restarts:
+        num_failed = state.num_losses - self._patience.max_restarts
+        if num_failed <= 0:
             self._processes.restart(rank)
         elif rank == 0:
             raise as_run_error(state.loss or RunError("rank 0 cannot be restarted"))
+        elif self._conditions.is_resumable:
+            pause_s = self._patience.restart_interval_s * 2 ** min(num_failed - 1, MAX_DOUBLINGS)
+            self._processes.restart(rank, pause_s)
 
     def _warn(self, rank: int, problem: str) -> None:
         self._record(events.Warned(rank, self._nodes[rank], f"{problem}, after the rank had finished"))

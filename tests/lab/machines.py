@@ -219,6 +219,19 @@ class LabNode:
             self._nft("delete table inet lab")
 
     @contextmanager
+    def packets_lost(self, each: int) -> Iterator[None]:
+        """The node loses one of `each` incoming packets, at random."""
+        self._nft(
+            "add table inet lab",
+            "add chain inet lab input { type filter hook input priority 0; }",
+            f"add rule inet lab input numgen random mod {each} == 0 drop",
+        )
+        try:
+            yield
+        finally:
+            self._nft("delete table inet lab")
+
+    @contextmanager
     def server_stopped(self) -> Iterator[None]:
         """The kernel accepts connections, but the server never responds."""
         with _stopped([self.first_process()]):

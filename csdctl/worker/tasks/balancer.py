@@ -77,8 +77,11 @@ class Balancer:
         """Batch sizes and durations before the trial."""
         self._tried: tuple[dict[int, int], list[float]] = {}, []
         """Batch sizes and durations of the trial."""
-        self._failed: Change | None = None
-        """The latest trial without a gain, until a change is kept."""
+        self._failed: dict[int, Change] = {}
+        """By slowest rank, its latest trial without a gain, with the greatest values of its failed trials.
+
+        Empty again after a change was kept.
+        """
         self._total_s = self._lost_s = 0.0
         """Time of all steps so far, and what failed trials have added to it."""
         self._watch()
@@ -168,8 +171,7 @@ class Balancer:
 
     def _choose_scale(self, slowest: int, slowdown: float, step_s: float) -> float:
         """Return which share of a change to try: less than 1, and at last 0, if a similar one has failed."""
-        failed = self._failed
-        if failed is None or failed.slowest != slowest:
+        if (failed := self._failed.get(slowest)) is None:
             return 1.0
         if slowdown - 1 > NEW_IF_GROWN * (failed.slowdown - 1) or step_s > NEW_IF_LONGER * failed.step_s:
             return 1.0
@@ -206,11 +208,14 @@ class Balancer:
         return self._keep(trial, cautious_gain) if is_shorter else self._take_back(trial, gain)
 
     def _keep(self, trial: Change, gain: float) -> Change:
-        self._failed = None
+        self._failed.clear()
         return replace(trial, batch_sizes=self._tried[0], outcome=KEPT, gain=gain)
 
     def _take_back(self, trial: Change, gain: float) -> Change:
-        self._failed = trial
+        earlier = self._failed.get(trial.slowest, trial)
+        self._failed[trial.slowest] = replace(
+            trial, slowdown=max(trial.slowdown, earlier.slowdown), step_s=max(trial.step_s, earlier.step_s)
+        )
         self._lost_s += max(0.0, -gain) * trial.step_s * self._num_watched
         return replace(trial, batch_sizes=self._before[0], outcome=TAKEN_BACK, gain=gain)
 

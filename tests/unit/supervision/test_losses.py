@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from csdctl.errors import DeadlineError, OutOfMemoryError, UnreachableError
+from csdctl.supervision.rank_processes import RankProcesses
 from csdctl.worker.protocol.events import EpochEnd, Event, Finished, NodeBack, NodeLost, Progress, Warned
 from csdctl.worker.protocol.orders import Begin, Order, Ping, Probe
 from tests.patience import scaled
@@ -374,20 +375,33 @@ def test_node_whose_link_never_connects_again_does_not_count_as_left(fleet: Flee
     assert len([link for link in fleet.links if link.rank == 1]) >= fleet.patience.max_restarts
 
 
-def test_process_that_ends_whenever_it_starts_is_not_restarted_for_ever(fleet: Fleet) -> None:
+def test_process_that_ends_whenever_it_starts_is_restarted_after_longer_and_longer_pauses(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet.set_patience(restart_interval_s=0.001)
+    pauses: list[float] = []
+    restart = RankProcesses.restart
+
+    def note(processes: RankProcesses, rank: int, pause_s: float = 0.0) -> None:
+        pauses.append(pause_s * 1000)
+        restart(processes, rank, pause_s)
+
     def start(rank: ScriptedRank) -> None:
         if len(fleet.processes) <= 3:
             rank.report_ready()
-        else:
+        elif len(pauses) < fleet.patience.max_restarts + 8:
             rank.exit("no memory")
-            if len(fleet.processes) == 3 + fleet.patience.max_restarts:
-                fleet.finish()
+        else:
+            rank.report_ready()
+            fleet.finish()
 
+    monkeypatch.setattr(RankProcesses, "restart", note)
     fleet.on_start = start
     fleet.reachable = {1}
     fleet.scripts[1] = lambda fleet: fleet.rank(1).exit()
     fleet.run()
-    assert [process.rank for process in fleet.processes[3:]] == [1] * fleet.patience.max_restarts
+    assert pauses == pytest.approx([*[0] * fleet.patience.max_restarts, 1, 2, 4, 8, 16, 32, 32, 32])
+    assert fleet.nodes_of(NodeLost) == ["csd0"]
 
 
 def test_trial_ends_with_the_first_link_that_is_lost(fleet: Fleet) -> None:

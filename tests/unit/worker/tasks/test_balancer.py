@@ -277,6 +277,22 @@ def test_failed_change_of_one_rank_does_not_hide_another_slow_rank() -> None:
     assert [change.slowest for change in changes][:1] == [2]
 
 
+def test_ranks_that_are_slowest_in_turn_do_not_make_failed_changes_new_ones() -> None:
+    planned, slowest = {0: 60, 1: 20, 2: 20}, random.Random(0)
+
+    def step(sizes: Mapping[int, int]) -> tuple[dict[int, float], float]:
+        if slowest.random() < 0.02:
+            slow[:] = [slowest.choice([0, 1, 2]), slowest.uniform(0.06, 0.1)]
+        times = {rank: slow[1] if rank == slow[0] else 0.05 for rank in planned}
+        return times, 0.12 if sizes == planned else 0.15
+
+    slow = [0, 0.06]
+    after, _, changes = run(planned, step, 20_000, Balancer({}))
+    assert after == planned
+    tried = [change for change in changes if change.outcome == TRIED]
+    assert len(tried) <= 2 * 3 * len(planned), "at most two series of three for each rank"
+
+
 def test_no_trial_begins_where_none_may() -> None:
     balancer, sizes = Balancer({}), {0: 100, 1: 100}
     for _ in range(MAX_STEPS):

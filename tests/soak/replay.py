@@ -1,0 +1,291 @@
+"""The oracle of weights: a run is trained anew, without faults, with the same members.
+
+    python -m tests.soak.replay RUN PLACES.json
+
+The event log says who took part in which steps. Each step is taken with these ranks: their vectors are added
+as the hub adds them, nodes in order, then the host. Every hash of weights that the run has reported, at the
+end of each epoch and of the run, must come out, bit by bit. PLACES.json has the working directory of each
+rank by its number: their data lies there.
+"""
+
+import contextlib
+import itertools
+import json
+import multiprocessing
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from csdctl.worker.data.arrays import Array, hash_arrays
+from csdctl.worker.data.schedule import Share, Span
+from csdctl.worker.engine.layout import Sums
+from csdctl.worker.protocol.json_codec import from_json
+from csdctl.worker.protocol.run_spec import RunSpec
+from csdctl.worker.tasks.progress import Position, Reporter, RunProgress
+from csdctl.worker.tasks.task import TaskContext
+from csdctl.worker.tasks.train import Train
+
+Key = tuple[int, int]
+"""Steps of the run so far, and the epoch."""
+
+
+class ReplayedRank:
+    """One rank, in a process of its own: threads are those of the process in TensorFlow."""
+
+    def __init__(self, spec: RunSpec, rank: int, place: Path) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._connection, theirs = context.Pipe()
+        self.process = context.Process(target=serve, args=(theirs, spec, rank, place), daemon=True)
+        self.process.start()
+
+    def send(self, name: str, *arguments: Any) -> None:
+        """Let the rank call one of its methods."""
+        self._connection.send((name, arguments))
+
+    def receive(self) -> Any:
+        """Return what the rank's oldest call has returned."""
+        return self._connection.recv()
+
+    def call(self, name: str, *arguments: Any) -> Any:
+        """Return what a method of the rank returns."""
+        self.send(name, *arguments)
+        return self.receive()
+
+
+class RankServer:
+    """The part of `ReplayedRank` in its process."""
+
+    def __init__(self, spec: RunSpec, rank: int) -> None:
+        self.progress, me = RunProgress(spec), spec.ranks[rank]
+        orders: Any = SimpleNamespace(is_stopping=False)
+        context = TaskContext(spec, me, self.progress, Reporter(me, lambda line: None), orders)
+        self.task: Any = Train(context)
+        self.task.load()
+        self._epoch = 0
+
+    def _set_epoch(self, epoch: int) -> None:
+        if epoch != self._epoch:
+            self._epoch = epoch
+            self.task.reader.set_epoch(epoch)
+
+    def pack(self, position: Position, spans: Sequence[Span]) -> bytes:
+        """Return samples that were reassigned."""
+        self._set_epoch(position.epoch)
+        packed: bytes = self.task.reader.pack_reassigned(spans)
+        return packed
+
+    def local(self, position: Position, share: Share, packed: bytes | None) -> Array:
+        """Return the vector of the rank in the next step."""
+        self._set_epoch(position.epoch)
+        step = self.task.step
+        batch = self.task.reader.read(share, packed)
+        copies = self.task.reader.private_copies(share) if step.has_noise else None
+        self._set_step(position)
+        vector: Array = step.local(*batch, private_copies=copies)
+        return vector
+
+    def _set_step(self, position: Position) -> None:
+        self.progress.position = position
+        self.task.step.set_step(position.total_steps, self.task._learning_rate())
+
+    def apply(self, position: Position, total: Array) -> Sums:
+        """Apply the sum of a step."""
+        self._set_step(position)
+        sums: Sums = self.task.step.apply(total)
+        return sums
+
+    def values(self) -> list[Array]:
+        """Return the state."""
+        return [*self.task.step.values]
+
+    def take(self, values: list[Array]) -> None:
+        """Take over a state."""
+        self.task.step.values = values
+
+    def hash(self) -> str:
+        """Return the hash of the weights."""
+        return hash_arrays(self.task.step.weights)
+
+
+def serve(connection: Any, spec: RunSpec, rank: int, place: Path) -> None:
+    """Answer calls until the other end is closed."""
+    os.chdir(place)
+    server = RankServer(spec, rank)
+    with contextlib.suppress(EOFError):
+        while True:
+            name, arguments = connection.recv()
+            connection.send(getattr(server, name)(*arguments))
+
+
+class Replay:
+    """A run, trained anew. `num_compared`: the hashes that have come out."""
+
+    def __init__(self, spec: RunSpec, places: Mapping[int, Path], scratch: Path) -> None:
+        """`places`: the working directory of each rank. `scratch`: an empty directory."""
+        without_state: Any = {"output_directory": str(scratch), "step_file": "", "num_checkpoints": 0}
+        alone = replace(spec, is_balanced=False, **without_state)
+        self.progress = RunProgress(alone)
+        self.num_compared = self.num_steps = 0
+        self.ranks = [ReplayedRank(alone, me.rank, places[me.rank]) for me in alone.ranks]
+        self._needed: set[Key] = set()
+        """States from which a rank 0 starts again."""
+        self._saved: dict[Key, tuple[list[Array], Position]] = {}
+        self.members: tuple[int, ...] = ()
+
+    def follow(self, events: Sequence[Mapping[str, Any]]) -> None:
+        """Train as the `events` of rank 0 say. Raises AssertionError where a hash does not come out."""
+        self._needed = {key_of(event) for event in events if event.get("is_start")}
+        for event in events:
+            kind = event["event"]
+            if kind == "Joined":
+                self._join(event)
+            elif kind == "Rebalanced":
+                self._advance((event["epoch"], event["step"]))
+                sizes = {int(rank): size for rank, size in event["batch_sizes"].items()}
+                if sizes != {share.rank: share.batch_size for share in self.progress.segment.shares}:
+                    self.progress.change_batch_sizes(sizes)
+                    self._save()
+            elif kind == "EpochEnd":
+                self._advance((event["epoch"], self._last_step(event["epoch"])))
+                self._compare(event)
+            elif kind == "Finished":
+                while self.progress.position.total_steps < event["steps"]:
+                    self._go_on()
+                self._compare(event)
+
+    def _join(self, event: Mapping[str, Any]) -> None:
+        sizes = {int(rank): size for rank, size in event["batch_sizes"].items()}
+        target, key = (event["epoch"], event["step"]), key_of(event)
+        before, uncounted = self.members, ()
+        if event["is_start"] and key in self._saved:
+            values, self.progress.position = self._saved[key]
+            for rank in self.ranks:
+                rank.call("take", values)
+        else:
+            is_start = event["is_start"] or not before
+            uncounted = self._advance(target, None if is_start else event)
+        self.members = tuple(sorted(sizes))
+        self.progress.plan_batch_sizes(sizes)
+        self.progress.regroup(self.members, () if event["is_start"] else uncounted)
+        self._save()
+        shown = self.progress.position.totals.samples, self.progress.num_lost()
+        assert shown == (event["epoch_samples"], event["num_lost"]), f"{event}: came out as {shown}"
+
+    def _advance(self, target: tuple[int, int], joined: Mapping[str, Any] | None = None) -> tuple[int, ...]:
+        """Take steps up to a step of an epoch. Return the ranks that the last one did not count.
+
+        `joined`: the event that tells how many samples the epoch then has.
+        """
+        uncounted: tuple[int, ...] = ()
+        while (at := (self.progress.position.epoch, self.progress.position.step)) != target:
+            assert at < target, f"at {at} already, expected {target}"
+            uncounted = ()
+            if at[0] < target[0] and at[1] == self.progress.segment.stop_step:
+                self._end_epoch()
+                continue
+            if joined and (at[0], at[1] + 1) == target:
+                uncounted = self._find_uncounted(joined)
+            self._step(uncounted)
+        return uncounted
+
+    def _find_uncounted(self, joined: Mapping[str, Any]) -> tuple[int, ...]:
+        """Return the members whose samples in the next step did not count: from the number that did."""
+        samples = dict(zip(self.members, self.progress.step_samples, strict=True))
+        missing = self.progress.position.totals.samples + sum(samples.values()) - joined["epoch_samples"]
+        lost = [rank for rank, _ in joined["lost"] if rank in self.members]
+        others = [rank for rank in self.members if rank and rank not in lost]
+        candidates = sorted(
+            (
+                chosen
+                for count in range(len(self.members))
+                for chosen in itertools.combinations([*lost, *others], count)
+                if sum(samples[rank] for rank in chosen) == missing
+            ),
+            key=lambda chosen: (sum(rank not in lost for rank in chosen), len(chosen)),
+        )
+        assert candidates, f"{joined}: {missing} samples of {samples} are not counted"
+        return candidates[0]
+
+    def _last_step(self, epoch: int) -> int:
+        """Return the number of steps of an epoch with the present members."""
+        while self.progress.position.epoch < epoch:
+            self._go_on()
+        return self.progress.segment.stop_step
+
+    def _go_on(self) -> None:
+        """Take a step with all members, or end the epoch after its last one."""
+        if self.progress.position.step == self.progress.segment.stop_step:
+            self._end_epoch()
+        else:
+            self._step()
+
+    def _step(self, uncounted: Sequence[int] = ()) -> None:
+        progress, root = self.progress, self.ranks[0]
+        position = progress.position
+        samples = dict(zip(self.members, progress.step_samples, strict=True))
+        # The order in which the hub adds.
+        counted = sorted(set(self.members) - {*uncounted}, key=lambda rank: rank or len(self.ranks))
+        for rank in counted:
+            share = progress.share_of(rank)
+            packed = root.call("pack", position, share.reassigned) if rank and share.reassigned else None
+            self.ranks[rank].send("local", position, share, packed)
+        first, *others = (self.ranks[rank].receive() for rank in counted)
+        total = first.copy()
+        for vector in others:
+            total += vector
+        for replayed in self.ranks:
+            replayed.send("apply", position, total)
+        sums, *_ = [replayed.receive() for replayed in self.ranks]
+        progress.end_step(sums, sum(count for rank, count in samples.items() if rank not in uncounted))
+        self.num_steps += 1
+        self._save()
+
+    def _end_epoch(self) -> None:
+        self.progress.end_epoch(self.progress.position.callbacks)
+        self.progress.regroup(self.members)
+        self._save()
+
+    def _save(self) -> None:
+        position = self.progress.position
+        if (key := (position.total_steps, position.epoch)) in self._needed:
+            self._saved[key] = self.ranks[0].call("values"), position
+
+    def _compare(self, event: Mapping[str, Any]) -> None:
+        hashes = {rank.call("hash") for rank in self.ranks}
+        at = f"{event['event']} at epoch {self.progress.position.epoch}"
+        assert hashes == {event["weights_hash"]}, f"{at}: other weights"
+        self.num_compared += 1
+
+
+def key_of(joined: Mapping[str, Any]) -> Key:
+    """Return the key of the state that the ranks have at a `Joined` event."""
+    return joined["total_steps"], joined["epoch"]
+
+
+def events_of_rank_0(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the events of rank 0 that tell who trained what."""
+    for line in path.read_text().splitlines():
+        event: dict[str, Any] = json.loads(line)
+        if event["rank"] == 0 and event["event"] in ("Joined", "Rebalanced", "EpochEnd", "Finished"):
+            yield event
+
+
+def replay(run: Path, places: Mapping[int, Path]) -> Replay:
+    """Train the run anew; return what came out. Raises AssertionError for other weights."""
+    spec = from_json(RunSpec, (run / "spec.json").read_text())
+    with tempfile.TemporaryDirectory() as scratch:
+        trained = Replay(spec, places, Path(scratch))
+        trained.follow([*events_of_rank_0(run / "events.jsonl")])
+    return trained
+
+
+if __name__ == "__main__":
+    # A rank reads the files of its own machine.
+    of_rank = {int(rank): Path(path) for rank, path in json.loads(Path(sys.argv[2]).read_text()).items()}
+    done = replay(Path(os.path.abspath(sys.argv[1])), of_rank)
+    print(json.dumps({"hashes": done.num_compared, "steps": done.num_steps}))
