@@ -558,6 +558,7 @@ def main() -> None:
     if ctypes.CDLL(None).unshare(CLONE_NEWNS):
         parser.error("needs root, for a mount namespace of its own")
     subprocess.run(["mount", "--make-rprivate", "/"], check=True)
+    os.environ["CSDCTL_EMULATE_PID"] = str(os.getpid())  # its fleet ends with it
     os.environ["PATH"] = f"{os.environ['PATH']}:{SYSTEM_PATH}"
     outcome = soak(arguments)
     print(json.dumps(outcome.summary(), indent=1))
