@@ -134,10 +134,7 @@ def open_regular(path: Path, flags: int = os.O_RDONLY, *, is_pipe_allowed: bool 
 
 
 def open_log(path: Path, say: Say = lambda line: None) -> BinaryIO:
-    """Open a file of lines to append. Raises what `open_regular` raises. A last line that was cut ends.
-
-    The name of a new file is synced, and its lines are not.
-    """
+    """Open a file of lines to append, and sync its name. Raises as `open_regular`. A cut last line ends."""
     make_directory(path.parent)
     file = open_regular(path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
     size = os.fstat(file.fileno()).st_size

@@ -447,6 +447,9 @@ def main() -> int:
     os.umask(0o077)
     try:
         check_store()
+        if not os.path.isdir(STATE):
+            with contextlib.suppress(PermissionError):  # of directories that the shell has not created
+                sync([b"..", b"../..", b"../../.."])
         if sys.argv[1] == "lock":
             lock_machine()
         else:
