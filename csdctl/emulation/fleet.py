@@ -319,7 +319,7 @@ def _check_same(paths: FleetPaths, state: FleetState, spec: EmulatedSpec, fleet_
 
 
 def _start(paths: FleetPaths, state: FleetState) -> Path:
-    paths.directory.mkdir(mode=0o700, exist_ok=True)
+    make_directory(paths.directory)
     save_text(paths.marker, state.fleet_id + "\n")
     _create_nodes(paths, state)
     save_state(paths, state)

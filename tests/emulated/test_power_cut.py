@@ -226,6 +226,7 @@ def continue_after(recording: Recording, state: str) -> tuple[bool, str]:
         return is_resumed, final_hash(done.stdout)
 
 
+@pytest.mark.fault(66)
 @pytest.mark.parametrize("command", [command[0] for command in COMMANDS])
 def test_all_that_a_command_wrote_is_there_when_the_power_fails_at_its_end(
     recording: Recording, command: str
@@ -240,6 +241,7 @@ def test_epochs_and_checkpoints_are_there_once_they_are_reported(recording: Reco
     assert {cut.call: lost for cut in cuts if (lost := find_lost_events(recording, cut, kind))} == {}
 
 
+@pytest.mark.fault(66)
 def test_run_continues_from_a_checkpoint_that_was_just_reported(recording: Recording) -> None:
     cut = next(cut for cut in recording.during("train") if '"CheckpointSaved"' in cut.said)
     undisturbed = final_hash(recording.cuts[-1].said)
