@@ -30,7 +30,10 @@ from tests.reaper import remove_step_files
 pytestmark = pytest.mark.emulated
 
 JOB = small_job("epochs: 3, optimizer: adam, learning_rate: 0.01, metrics: [accuracy]")
-TRAIN = ("train", "--batch-size", "8", "--keep", "1", "--no-rebalance", "--skip-doctor", "--json")
+EXACT = ("--no-rebalance", "--skip-doctor", "--json")
+"""With other batch sizes, the weights would be others."""
+TRAIN = ("train", "--batch-size", "8", "--keep", "1", *EXACT)
+RESUME = ("train", "--resume", "latest", *EXACT)
 TUNE = ("tune", "--probe-seconds", "0.1")
 COMMANDS = (("trust", "--yes"), ("discover",), ("prepare",), TRAIN)
 HOME = "node"
@@ -211,7 +214,7 @@ def continue_after(recording: Recording, state: str) -> tuple[bool, str]:
     """
     with restarted(recording, state) as project:
         assert "runs" in document(project, "runs", "list")
-        for arguments in (("report",), ("train", "--resume", "latest", "--json")):
+        for arguments in (("report",), RESUME):
             done = csdctl(project, *arguments)
             said = done.stdout + done.stderr
             assert "Traceback" not in said

@@ -18,10 +18,7 @@ from typing import BinaryIO
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Yield a file of only this user, which then replaces `path`. After an error, `path` is unchanged.
-
-    Raises OSError.
-    """
+    """Yield a file of only this user, which then replaces `path` unless there is an error. Raises OSError."""
     with _created_beside(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as (part, descriptor):
         with os.fdopen(descriptor, "wb", closefd=False) as file:
             yield file
