@@ -33,6 +33,7 @@ USED = {
     "procps": ("sysctl",),
     "ksh93u+m": ("ksh",),
     "libfaketime": ("lib/*/faketime/libfaketime.so.1",),
+    "fuse3": ("fusermount3",),
     "linux-libc-dev": ("include/asm-generic/unistd.h",),
 }
 """Programs that tests use of Debian packages, or a file below /usr. Others have a program of their name."""
@@ -116,6 +117,10 @@ def _lack_of_namespaces() -> str:
     return _lack_of_root() or _why_it_fails("unshare", "--net", "--mount", "--pid", "--fork", "true")
 
 
+def _lack_of_fuse() -> str:
+    return _lack_of_namespaces() or ("" if os.access("/dev/fuse", os.W_OK) else "there is no /dev/fuse")
+
+
 def _lack_of_python_for_all() -> str:
     nobody = ("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups")
     return _why_it_fails(*(nobody if os.geteuid() == 0 else ()), SYSTEM_PYTHON, "-c", "")
@@ -139,6 +144,7 @@ NEEDS = {
     "ssh": Need(("openssh-client",)),
     "kernel headers": Need(("linux-libc-dev",)),
     "lab": Need(LAB_PACKAGES, AS_ROOT, _lack_of_namespaces),
+    "forgetful disk": Need(("fuse3",), AS_ROOT, _lack_of_fuse),
     "root": Need((), "run `make test` as root", _lack_of_root),
     "cpu cgroups": Need((), "run `make test` where control groups are writable", _lack_of_cpu_cgroups, False),
     "seccomp": Need(

@@ -26,7 +26,7 @@ import yaml
 from pydantic import InstanceOf
 from pydantic_core import to_jsonable_python
 
-from csdctl.documents import check_values, load_json, make_directory, save_text, write_atomically
+from csdctl.documents import check_values, load_json
 from csdctl.errors import CsdctlError as CsdctlError
 from csdctl.errors import InputError
 from csdctl.fleet import model as fleets
@@ -48,6 +48,7 @@ from csdctl.transport.session import MAX_QUOTED_CHARS
 from csdctl.tuning.plan import Plan, load_plan
 from csdctl.tuning.search import Limits as Limits
 from csdctl.worker.protocol.datasets import INPUT, OUTPUT, as_inputs, is_position, name_of_position
+from csdctl.worker.protocol.durable_files import make_directory, replacing, save_text, sync
 from csdctl.worker.protocol.events import EpochEnd
 from csdctl.worker.protocol.json_codec import BatchSize, ProtocolError, from_dict
 from csdctl.worker.protocol.model_info import BUILDER, BuildSpec, find_unsaved
@@ -247,7 +248,7 @@ class Job:
             save_text(draft / "keras.json", json.dumps(settings))
             for name, (_, arrays) in parts.items():
                 if arrays:
-                    with write_atomically(draft / f"{name}.npz") as file:
+                    with replacing(draft / f"{name}.npz") as file:
                         np.savez(file, **arrays)  # type: ignore[arg-type]
                     save_text(draft / "data.py", LOADER)
             job = draft / "job.yaml"
@@ -264,7 +265,9 @@ class Job:
                 with open_session() as streams:
                     streams.say(f"the job in {path} is replaced, also that of earlier Job objects")
             for name in sorted(os.listdir(draft), key=job.name.__eq__):  # job.yaml last
+                sync(draft / name)
                 (draft / name).replace(path / name)
+            sync(path)
         return cls(written)
 
     def load(self) -> jobs.Job:

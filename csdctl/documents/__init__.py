@@ -1,21 +1,18 @@
-"""Files of YAML and JSON: read within limits and checked, written atomically.
+"""Files of YAML and JSON: read within limits and checked, written so that they survive a power cut.
 
 Files may come from strangers: size, depth, number of values and number of reported problems are bounded. A
 file may be a device, a link to one, or larger than memory. YAML has only the values of JSON: dates, octal
 numbers, and YAML 1.1's `yes` and `on`, are text. Other tags and merge keys are errors.
 """
 
-import contextlib
 import difflib
 import errno
 import functools
 import json
 import os
 import re
-import shutil
 import stat
-import tempfile
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn, TypeVar, cast, get_type_hints
@@ -25,6 +22,7 @@ from pydantic import BaseModel, ConfigDict, InstanceOf, TypeAdapter, ValidationE
 
 from csdctl.errors import InputError
 from csdctl.notify import Say
+from csdctl.worker.protocol.durable_files import make_directory, save_text, sync
 
 MAX_TEXT_BYTES = 2 << 20
 """Size of a file written by people; the plan of 4,000 ranks has a third of it."""
@@ -136,21 +134,25 @@ def open_regular(path: Path, flags: int = os.O_RDONLY, *, is_pipe_allowed: bool 
 
 
 def open_log(path: Path, say: Say = lambda line: None) -> BinaryIO:
-    """Open a file of lines to append. Raises what `open_regular` raises. A last line that was cut ends."""
+    """Open a file of lines to append, and sync its name. Raises as `open_regular`. A cut last line ends."""
     make_directory(path.parent)
     file = open_regular(path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
     size = os.fstat(file.fileno()).st_size
-    if size and os.pread(file.fileno(), 1, size - 1) != b"\n":
+    if not size:
+        sync(path.parent)
+    elif os.pread(file.fileno(), 1, size - 1) != b"\n":
         say(f"warning: {path}: its last line was cut")
         file.write(b"\n")
     return file
 
 
-def append_lines(path: Path, lines: bytes, say: Say = lambda line: None) -> None:
+def append_lines(path: Path, lines: bytes, say: Say = lambda line: None, *, is_synced: bool = True) -> None:
     """Append whole lines in one write. Raises OSError, and what `open_log` raises."""
     with open_log(path, say) as file:
         if file.write(lines) != len(lines):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        if is_synced:
+            os.fsync(file.fileno())
 
 
 def load_json(path: Path, *, remedy: str = AGAIN) -> Any:
@@ -167,37 +169,6 @@ def parse_json_document(text: str, name: str, *, remedy: str = AGAIN) -> Any:
     except (ValueError, RecursionError) as error:
         problem = "nested too deeply" if isinstance(error, RecursionError) else f"not valid JSON: {error}"
         raise InputError(f"{name} cannot be read: {problem}", remedy=remedy) from None
-
-
-def save_text(path: Path, text: str) -> None:
-    """Write `text` to `path` atomically and sync it. Bytes of paths that are not UTF-8 stay as they are."""
-    save_bytes(path, text.encode(errors="surrogateescape"))
-
-
-def save_bytes(path: Path, content: bytes) -> None:
-    """Write `content` to `path` atomically and sync it."""
-    with write_atomically(path) as file:
-        file.write(content)
-
-
-@contextlib.contextmanager
-def write_atomically(path: Path) -> Iterator[BinaryIO]:
-    """Yield a temporary file, synced and renamed to `path` on exit. After an error `path` is unchanged."""
-    make_directory(path.parent)
-    try:
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    except OSError as error:
-        error.filename = str(path)  # not the temporary file, which the user has not named
-        raise
-    try:
-        with os.fdopen(handle, "wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
 
 
 def check_output(path: Path, option: str, *, force: bool = True) -> None:
@@ -217,34 +188,8 @@ def check_output(path: Path, option: str, *, force: bool = True) -> None:
         raise InputError(f"{path} already exists", remedy=f"overwrite it with --force, or change {option}")
 
 
-def make_directory(directory: Path) -> None:
-    """Create `directory` and its missing parents, for only this user, whatever the umask is."""
-    if not directory.is_dir():
-        make_directory(directory.parent)
-        directory.mkdir(mode=0o700, exist_ok=True)
-
-
-@contextlib.contextmanager
-def build_atomically(directory: Path) -> Iterator[Path]:
-    """Yield an empty directory. Without an error, it is synced and replaces `directory`."""
-    make_directory(directory.parent)
-    temporary = Path(tempfile.mkdtemp(dir=directory.parent, prefix=f".{directory.name}."))
-    try:
-        yield temporary
-        for file in temporary.rglob("*"):
-            handle = os.open(file, os.O_RDONLY)
-            try:
-                os.fsync(handle)
-            finally:
-                os.close(handle)
-        shutil.rmtree(directory, ignore_errors=True)
-        temporary.rename(directory)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-
-
 def save_json(path: Path, content: object) -> None:
-    """Write `content` as indented JSON, atomically."""
+    """Write `content` as indented JSON, so that it survives a power cut. Raises OSError."""
     save_text(path, json.dumps(content, indent=2, sort_keys=True) + "\n")
 
 

@@ -26,11 +26,12 @@ import yaml
 from pydantic import Field
 
 import csdctl
-from csdctl.documents import check_values, load_kept, make_directory, save_bytes, save_json, save_text
+from csdctl.documents import check_values, load_kept, save_json
 from csdctl.emulation import limits
 from csdctl.errors import CsdctlError, DeadlineError, InputError
 from csdctl.fleet.facts import facts_path
 from csdctl.fleet.model import Fleet
+from csdctl.worker.protocol.durable_files import make_directory, save_bytes, save_text
 from csdctl.worker.protocol.processes import send_signal
 
 DEFAULT_NUM_NODES = 4
@@ -318,7 +319,7 @@ def _check_same(paths: FleetPaths, state: FleetState, spec: EmulatedSpec, fleet_
 
 
 def _start(paths: FleetPaths, state: FleetState) -> Path:
-    paths.directory.mkdir(mode=0o700, exist_ok=True)
+    make_directory(paths.directory)
     save_text(paths.marker, state.fleet_id + "\n")
     _create_nodes(paths, state)
     save_state(paths, state)

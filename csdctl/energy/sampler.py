@@ -10,7 +10,7 @@ import re
 import threading
 import time
 from collections.abc import Mapping
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from typing import Self
 
@@ -20,6 +20,7 @@ from csdctl.notify import Say, make_printable, shorten
 from csdctl.runs.directory import RunDirectory
 from csdctl.runs.ledger import MEASURED, STATED, PowerRecord, append_power
 from csdctl.transport.session import Session
+from csdctl.worker.protocol.durable_files import sync
 
 MAX_WATTS = 20_000.0
 """More than any machine takes: a larger power is a damaged reading, or a counter that was set back."""
@@ -136,6 +137,8 @@ class PowerSampler:
             if power.watts is not None:
                 seconds = end_s - self._start_s
                 self._record(name, end_s, seconds, power.watts * seconds)
+        with suppress(OSError):  # nothing was recorded, or it was said that the disk is full
+            sync(self._run.power)
 
     def _sample(self, name: str, power: PowerSource) -> None:
         """Follow the source until the run ends, and begin again after a failure, which is reported once."""

@@ -15,13 +15,14 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from csdctl.documents import check_values, load_json, make_directory, open_log, save_json, write_atomically
+from csdctl.documents import check_values, load_json, open_log, save_json
 from csdctl.errors import InputError
 from csdctl.notify import Say, make_printable
 from csdctl.placement.equation1 import Placed
 from csdctl.runs.private import STATE_DIRECTORY, private_memory
 from csdctl.runs.stored_events import StoredEvents
 from csdctl.tuning.plan import DATA_PARALLEL, Plan
+from csdctl.worker.protocol.durable_files import make_directory, replacing
 from csdctl.worker.protocol.events import Event, Progress, WaitingFor, event_document
 from csdctl.worker.protocol.recipe import Noise
 from csdctl.worker.protocol.run_spec import step_file_in_memory
@@ -290,10 +291,8 @@ def keep_step_file(step_file: Path, kept: Path) -> None:
     """Move the step file of a run that has not finished to disk, if that has space: resuming finds both."""
     if step_file == kept or not step_file.exists():
         return
-    for part in kept.parent.glob(f".{kept.name}.*"):  # of a csdctl that was killed
-        part.unlink()
     with contextlib.suppress(OSError):
-        with write_atomically(kept) as into, step_file.open("rb") as content:
+        with replacing(kept) as into, step_file.open("rb") as content:
             shutil.copyfileobj(content, into, 1 << 20)
         step_file.unlink(missing_ok=True)  # the copy is synced
 
@@ -334,6 +333,7 @@ class CappedLog:
 class EventLog:
     """Appends events to events.jsonl, one per line: `time` (Unix time of arrival), `event` and its fields.
 
+    After an event of rank 0 that is not frequent, such as a checkpoint, all are on the disk.
     Once it has `max_bytes`, it leaves out frequent events of ranks other than 0, and their logs say so.
     """
 
@@ -361,13 +361,15 @@ class EventLog:
         line = json.dumps(document, separators=(",", ":")).encode() + b"\n"
         self._num_bytes += len(line)
         self.unwritten += line
-        self._write()
+        self._write(is_synced=event.rank == 0 and not isinstance(event, FREQUENT))
 
-    def _write(self) -> None:
+    def _write(self, *, is_synced: bool) -> None:
         """Raise OSError, for a full disk only when too much is unwritten."""
         try:
             while self.unwritten:
                 del self.unwritten[: self._file.write(self.unwritten)]
+            if is_synced:
+                os.fsync(self._file.fileno())
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) or len(self.unwritten) > 64 << 20:
                 raise
@@ -375,9 +377,8 @@ class EventLog:
     def close(self) -> None:
         """Write, sync and close the file. Raises OSError."""
         try:
-            self._write()
+            self._write(is_synced=True)
             if self.unwritten:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._run.events))
-            os.fsync(self._file.fileno())
         finally:
             self._file.close()

@@ -112,8 +112,8 @@ class PowerRecord:
 
 
 def append_power(run: RunDirectory, record: PowerRecord) -> None:
-    """Write a record in one piece, as many threads do. Raises OSError."""
-    append_lines(run.power, json.dumps(vars(record)).encode() + b"\n")
+    """Write a record in one piece, as many threads do. `PowerSampler` syncs them. Raises OSError."""
+    append_lines(run.power, json.dumps(vars(record)).encode() + b"\n", is_synced=False)
 
 
 def read_power(run: RunDirectory) -> Iterator[PowerRecord]:

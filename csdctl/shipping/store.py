@@ -23,9 +23,9 @@ from marshal import dumps  # noqa: TID251, only what reads it can run code
 from pathlib import Path
 from typing import BinaryIO
 
-from csdctl.documents import write_atomically
 from csdctl.errors import InputError
 from csdctl.transport.meter import TrafficClass
+from csdctl.worker.protocol.durable_files import replacing
 
 OBJECTS = ".csdctl/objects"
 CHUNK_BYTES = 1 << 20
@@ -84,7 +84,7 @@ def _store(source: BinaryIO, suffix: str, project: Path, traffic_class: TrafficC
     target = project / OBJECTS / f"{digest}{suffix}"
     if not (target.exists() and hash_file(target) == digest):
         source.seek(0)
-        with write_atomically(target) as file:
+        with replacing(target) as file:
             shutil.copyfileobj(source, file, CHUNK_BYTES)
     return stored_as(target.name, target, traffic_class)
 

@@ -204,9 +204,18 @@ def check_own(directory: bytes) -> None:
 
 def make_private(directory: bytes) -> None:
     """Create a directory of the store, for only this user."""
-    with contextlib.suppress(FileExistsError):
-        os.mkdir(directory, 0o700)
+    make_directory(directory)
     check_own(directory)
+
+
+def make_directory(directory: bytes) -> None:
+    """Create a directory and its missing parents, and sync their names."""
+    if not os.path.isdir(directory):
+        parent = os.path.dirname(directory) or b"."
+        make_directory(parent)
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(directory, 0o700)
+        sync([parent])
 
 
 class Receiver:
@@ -242,6 +251,7 @@ class Receiver:
                     sync([expected.part for expected in arrived])
                     for expected in arrived:
                         os.replace(expected.part, expected.path)
+                    sync([OBJECTS])
                     arrived, num_bytes = [], 0
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -284,7 +294,7 @@ def receive_object(expected: ManifestObject) -> bool:
 
 
 def sync(paths: list[bytes]) -> None:
-    """Sync files to disk, so that a file with its final name survives a power cut intact."""
+    """Sync files, or the names in directories, to disk, so that they survive a power cut."""
     flush: Any = os.fsync
     if len(paths) > 32:  # one sync of the file system is faster than one per file
         with contextlib.suppress(ImportError, AttributeError, OSError):  # none in this Python
@@ -312,6 +322,7 @@ def build_tree(tree: ManifestTree) -> bytes:
         with open(directory + b".link", "wb") as file:
             file.write(os.path.abspath(tree.destination))
         os.rename(aside, directory)
+        sync([directory + b".link", TREES])
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
         with contextlib.suppress(OSError):
@@ -340,12 +351,12 @@ def fill_tree(tree: ManifestTree, directory: bytes) -> None:
         os.symlink(target, directory + b"/" + name)
     for name, mode in reversed(tree.directories):
         os.chmod(directory + b"/" + name, mode | stat.S_IRWXU)
-    sync(copies)
+    sync([*copies, *(directory + b"/" + name for name, _ in tree.directories), directory])
 
 
 def switch(destination: bytes, directory: bytes) -> None:
     """Make `destination` a link to `directory`, atomically."""
-    os.makedirs(os.path.dirname(destination), exist_ok=True)
+    make_directory(os.path.dirname(destination))
     if os.path.isdir(destination) and not os.path.islink(destination):
         os.rmdir(destination)  # only empty directories pass the check; rmdir would refuse others
     aside = destination + b".csdctl-" + os.urandom(4).hex().encode()
@@ -355,6 +366,7 @@ def switch(destination: bytes, directory: bytes) -> None:
     except OSError:
         os.unlink(aside)
         raise
+    sync([os.path.dirname(destination)])
 
 
 def open_lock(path: bytes) -> int:
@@ -435,6 +447,9 @@ def main() -> int:
     os.umask(0o077)
     try:
         check_store()
+        if not os.path.isdir(STATE):
+            with contextlib.suppress(PermissionError):  # of directories that the shell has not created
+                sync([b"..", b"../..", b"../../.."])
         if sys.argv[1] == "lock":
             lock_machine()
         else:

@@ -10,11 +10,12 @@ from typing import Annotated, Any, Final, Literal, Self
 import yaml
 from pydantic import AfterValidator, Field, PlainSerializer, model_validator, with_config
 
-from csdctl.documents import STRICT, Document, load_document, save_text
+from csdctl.documents import STRICT, Document, load_document
 from csdctl.errors import InputError, option
 from csdctl.fleet.model import HOST_NAME
 from csdctl.fleet.names import NAME
 from csdctl.perfmodel.spread import Range
+from csdctl.worker.protocol.durable_files import save_text
 from csdctl.worker.protocol.run_spec import Runtime
 
 Strategy = Literal["data-parallel", "features", "split"]

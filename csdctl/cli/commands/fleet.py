@@ -326,8 +326,9 @@ def inventory(
     json: bool = option(False, "Short for --format json."),
 ) -> None:
     """Print the nodes of the fleet as an Ansible inventory, an ssh_config or JSON."""
-    from csdctl.documents import check_output, save_text
+    from csdctl.documents import check_output
     from csdctl.terminal.fleet import fleet_document
+    from csdctl.worker.protocol.durable_files import save_text
     from csdctl.workflows.discovery.inventory import render_ansible, render_ssh_config
     from csdctl.workflows.workspace.workspace import choose_fleet
 

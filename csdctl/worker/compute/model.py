@@ -28,10 +28,10 @@ from csdctl.worker.compute.own_step import has_own_step
 from csdctl.worker.compute.recipe import compile_model, is_own, name_of
 from csdctl.worker.data.arrays import save_arrays
 from csdctl.worker.data.file_hash import check_stored
-from csdctl.worker.engine.keras_file import saving
 from csdctl.worker.process.errors import JobError, WorkerError, describe
 from csdctl.worker.protocol import model_info
 from csdctl.worker.protocol.datasets import as_inputs
+from csdctl.worker.protocol.durable_files import replacing_by_name
 from csdctl.worker.protocol.json_codec import from_dict, to_json
 from csdctl.worker.protocol.recipe import Recipe
 from csdctl.worker.protocol.run_spec import UserCode
@@ -309,7 +309,7 @@ def load_weights(path: Path) -> list[Any]:
 def save_model(model: Any, path: Path) -> Path:
     """Save `model` to `path`, or its weights beside it if Keras cannot save its class. Return the path."""
     try:
-        with saving(path) as partial:
+        with replacing_by_name(path) as partial:
             model.save(partial)
     except OSError:
         raise
@@ -317,7 +317,7 @@ def save_model(model: Any, path: Path) -> Path:
         path = path.with_suffix(".weights.h5")
         print(f"only the weights are saved: {describe(error)}", flush=True)
         model.built = True  # it has been trained, though its own train_step may never call it
-        with saving(path) as partial:
+        with replacing_by_name(path) as partial:
             model.save_weights(partial)
     return path
 

@@ -12,8 +12,8 @@ import numpy as np
 
 from csdctl.worker.data.file_hash import hash_file, open_regular
 from csdctl.worker.process.errors import WorkerError
-from csdctl.worker.process.files import replacing
 from csdctl.worker.protocol.datasets import DatasetInfo
+from csdctl.worker.protocol.durable_files import replacing
 
 Array = np.ndarray[Any, Any]
 
@@ -131,7 +131,7 @@ def read_array_header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[
 
 
 def save_arrays(path: Path, arrays: Mapping[str, Any]) -> None:
-    """Write an uncompressed .npz: to a temporary file, synced, renamed."""
+    """Write an uncompressed .npz, so that it survives a power cut. Raises OSError."""
     with replacing(path) as file:
         np.savez(file, **arrays)
 

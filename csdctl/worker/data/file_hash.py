@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from csdctl.worker.process.errors import WorkerError
-from csdctl.worker.process.files import open_private, save_atomically
+from csdctl.worker.process.files import open_private
+from csdctl.worker.protocol.durable_files import save_text
 from csdctl.worker.protocol.file_state import file_state
 
 REMEMBERED = Path(".csdctl/hashes.json")
@@ -67,7 +68,8 @@ def remember(
     result = compute()
     entries = {**dict(list(entries.items())[1 - MAX_ENTRIES :]), key: [*state, result]}
     with suppress(OSError):  # without directory, space or permission it is computed again next time
-        save_atomically(remembered, json.dumps(entries))
+        if remembered.parent.is_dir():
+            save_text(remembered, json.dumps(entries))
     return result
 
 

@@ -1,10 +1,8 @@
 """Saves a trained model as a file of Keras without Keras: one that Keras has written, with other weights."""
 
 import io
-import os
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -12,32 +10,18 @@ import numpy as np
 from csdctl.worker.data.arrays import Array
 from csdctl.worker.engine.step import StepInfo
 from csdctl.worker.engine.tensorflow_c import BFLOAT16
-from csdctl.worker.process.files import sync_directory, sync_file
+from csdctl.worker.protocol.durable_files import replacing_by_name
 
 WEIGHTS = "model.weights.h5"
 Places = Mapping[str, tuple[str, ...]]
 """By number of a variable, the datasets of an HDF5 file that have it."""
 
 
-@contextmanager
-def saving(path: Path) -> Iterator[Path]:
-    """Give a file beside `path` to write to. It gets that name once it is on the disk. Raises OSError."""
-    partial = path.with_name(f"part-{path.name}")
-    try:
-        yield partial
-        with partial.open("rb+") as file:
-            sync_file(file)
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
-    sync_directory(path.parent)
-
-
 def save_like(template: str, places: Places, values: Sequence[Array], path: Path) -> Path:
     """Write `path`, or a .weights.h5 beside it, as `template` with other values. Raises OSError."""
     if template.endswith(".h5"):
         path = path.with_suffix(".weights.h5")
-    with saving(path) as partial:
+    with replacing_by_name(path) as partial:
         if path.suffix == ".keras":
             with zipfile.ZipFile(template) as source, zipfile.ZipFile(partial, "w") as target:
                 for member in source.infolist():

@@ -29,8 +29,9 @@ from csdctl.worker.data.arrays import Array, as_labels, dtype_to_text, fields_of
 from csdctl.worker.data.file_hash import hash_file, open_regular
 from csdctl.worker.ingest.sources.source import GIVE_ONE_SHAPE, Block, Tree, convert_write_errors
 from csdctl.worker.process.errors import JobError, WorkerError
-from csdctl.worker.process.files import open_private, save_atomically, sync_directory, sync_file
+from csdctl.worker.process.files import open_private
 from csdctl.worker.protocol.datasets import LABEL, SAMPLE_WEIGHT, SKIPPED, DatasetInfo
+from csdctl.worker.protocol.durable_files import make_directory, save_text, sync
 from csdctl.worker.protocol.json_codec import from_json, to_json
 
 PRIVATE_DIRECTORY, PRIVATE_FILE = 0o700, 0o600
@@ -54,7 +55,7 @@ MAX_DESCRIPTION_BYTES = 16 << 20
 @convert_write_errors()
 def make_store(store: Path, source: Path, *, is_shared: bool) -> None:
     """Create the store. Raises WorkerError where others could change it, but the source's owner."""
-    store.mkdir(mode=PRIVATE_DIRECTORY, parents=True, exist_ok=True)
+    make_directory(store)
     owners = {os.geteuid(), *({0, source.stat().st_uid} if is_shared else ())}
     status = store.stat()
     if not {store.lstat().st_uid, status.st_uid} <= owners:
@@ -187,7 +188,7 @@ class PartialDataset:
             ]
             if (names := directory / SKIPPED).exists():
                 lines = names.read_text().splitlines(keepends=True)
-                save_atomically(names, "".join(lines[: sum(self.info.num_skipped.values())]))
+                save_text(names, "".join(lines[: sum(self.info.num_skipped.values())]))
             for file, size in zip(self._files, _valid_bytes(self.info), strict=True):
                 file.truncate(size)  # drops what was written after the record
                 file.seek(0, os.SEEK_END)
@@ -237,8 +238,11 @@ class PartialDataset:
     def sync(self) -> None:
         """Sync the files to disk, then the record that says how much of them is valid."""
         for file in self._files:
-            sync_file(file)
-        save_atomically(self._directory / RECORD, to_json(self.info))
+            file.flush()
+        for name in (*ARRAYS, SKIPPED):
+            with suppress(FileNotFoundError):  # not copied, or nothing was skipped
+                sync(self._directory / name)
+        save_text(self._directory / RECORD, to_json(self.info))
         self._synced_at = time.monotonic()
 
     def finish(
@@ -252,14 +256,14 @@ class PartialDataset:
                     continue
                 file.seek(0)
                 file.write(header)
-                sync_file(file)
+            self.sync()
             described = replace(info or self.info, path=str(source or target))
             info = hash_arrays(described, source or self._directory)
-            save_atomically(self._directory / DESCRIPTION, to_json(info))
+            save_text(self._directory / DESCRIPTION, to_json(info))
             (self._directory / RECORD).unlink(missing_ok=True)
             shutil.rmtree(target, ignore_errors=True)  # without a dataset.json: damaged, or not csdctl's
             os.rename(self._directory, target)
-            sync_directory(target.parent)
+            sync(target.parent)
         self.close()
         return info
 
@@ -317,7 +321,7 @@ def _lock_directory(directory: Path) -> int:
     """
     deadline = time.monotonic() + LOCK_DEADLINE_S
     while True:
-        directory.mkdir(mode=PRIVATE_DIRECTORY, parents=True, exist_ok=True)
+        make_directory(directory)
         lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         with suppress(BlockingIOError, FileNotFoundError):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

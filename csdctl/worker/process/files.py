@@ -1,15 +1,12 @@
-"""Crash-safe files, and files that no other user may have touched."""
+"""Archives of bounded size, and files that no other user may have touched."""
 
-import contextlib
 import io
 import os
 import stat
 import struct
 import zipfile
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
 
 _LZMA = getattr(zipfile, "lzma", None)
 """None in a Python without LZMA, which cannot read such archives either."""
@@ -21,26 +18,6 @@ DAMAGED_ARCHIVE: tuple[type[Exception], ...] = (
 """The errors of zipfile and gzip for an archive that is damaged, encrypted, or compressed in another way."""
 
 
-@contextlib.contextmanager
-def replacing(path: Path) -> Iterator[IO[bytes]]:
-    """Give a temporary file of this user beside `path` to write to. Then sync it, and rename it to `path`."""
-    aside = path.with_name(f".{path.name}.new")
-    try:
-        with open(aside, "wb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
-            yield file
-            sync_file(file)
-        os.replace(aside, path)
-    except BaseException:
-        aside.unlink(missing_ok=True)
-        raise
-
-
-def save_atomically(path: Path, text: str) -> None:
-    """Write `text` to a temporary file beside `path`, sync it, and rename it to `path`."""
-    with replacing(path) as file:
-        file.write(text.encode())
-
-
 class BoundedFile(io.BufferedReader):
     """A file of which no more is read than its size, whatever sizes an archive in it names."""
 
@@ -48,21 +25,6 @@ class BoundedFile(io.BufferedReader):
         """Return up to `size` bytes."""
         most = os.fstat(self.fileno()).st_size
         return super().read(size if size is not None and 0 <= size <= most else most)
-
-
-def sync_file(file: IO[bytes]) -> None:
-    """Flush `file` and sync it to disk."""
-    file.flush()
-    os.fsync(file.fileno())
-
-
-def sync_directory(directory: Path) -> None:
-    """Sync the entries of `directory` to disk, so that renames in it survive a crash."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def open_private(path: Path, *, is_creating: bool = False) -> int:

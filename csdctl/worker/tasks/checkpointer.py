@@ -31,13 +31,8 @@ from csdctl.worker.data.file_hash import open_regular
 from csdctl.worker.data.schedule import OwnSamples
 from csdctl.worker.engine.step import StepEngine
 from csdctl.worker.process.errors import WorkerError, describe
-from csdctl.worker.process.files import (
-    DAMAGED_ARCHIVE,
-    BoundedFile,
-    open_private,
-    save_atomically,
-    sync_directory,
-)
+from csdctl.worker.process.files import DAMAGED_ARCHIVE, BoundedFile, open_private
+from csdctl.worker.protocol.durable_files import save_text
 from csdctl.worker.protocol.events import CheckpointSaved, Warned
 from csdctl.worker.protocol.json_codec import to_json
 from csdctl.worker.protocol.run_spec import COPIES, NUM_CHECKPOINTS, RunSpec, step_file_in_memory
@@ -137,23 +132,21 @@ class StepFile:
 
 @dataclass
 class Checkpoints:
-    """A run's checkpoints on disk: written aside, synced, renamed. The newest few and the best are kept."""
+    """A run's checkpoints on disk, which survive a power cut. The newest few and the best are kept."""
 
     directory: Path
     num_kept: int = NUM_CHECKPOINTS
 
     def save(self, packed: Array, position: Position, *, is_best: bool = False) -> Path:
         """Write a checkpoint, and remove checkpoints that are not kept any longer. Raises OSError."""
-        self.directory.mkdir(parents=True, exist_ok=True)
         path = self.directory / f"step-{position.total_steps:08d}.npz"
         for old in (*self.directory.glob("step-*.npz"), *self.directory.glob(".step-*")):
             # Damaged checkpoints, and parts of some.
             if old.name > path.name or old.name.startswith(".") or old.is_dir():
                 _remove(old)
         save_arrays(path, {"state": packed})
-        sync_directory(self.directory)
         if is_best:
-            save_atomically(self.directory / "best.json", json.dumps({"checkpoint": path.name}))
+            save_text(self.directory / "best.json", json.dumps({"checkpoint": path.name}))
         self._remove_old()
         return path
 
@@ -214,9 +207,8 @@ def keep_copy(spec: RunSpec) -> RunSpec:
     """
     directory = Path(COPIES, spec.output_directory)
     try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        save_atomically(directory / "spec.json", to_json(replace(spec, link_key="")))
-        save_atomically(directory / "manifest.json", Path(spec.manifest).read_text())
+        save_text(directory / "spec.json", to_json(replace(spec, link_key="")))
+        save_text(directory / "manifest.json", Path(spec.manifest).read_text())
     except OSError as error:  # such as a full disk: the run can be resumed on its own server
         print(f"no copy of the run on this server: {error}", flush=True)
     step_file = str(step_file_in_memory(Path(COPIES), spec.run_id))

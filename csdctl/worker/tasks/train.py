@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from csdctl.worker.data.arrays import Array, fields_of
+from csdctl.worker.data.arrays import Array, fields_of, hash_arrays
 from csdctl.worker.data.prepared import PreparedSamples, sample_bytes
 from csdctl.worker.engine.layout import GradientNoise, Sums, add_sums
 from csdctl.worker.engine.step import StepEngine
@@ -167,7 +167,8 @@ class Train(ModelTask):
 
     def finish(self, reason: str) -> None:
         """Save the model and report the completion record."""
-        self.reporter.finished(self.progress.position, self._weights_hash, self.save_model(), reason)
+        weights_hash = self._weights_hash or hash_arrays(self.summed.weights)  # resumed after the last epoch
+        self.reporter.finished(self.progress.position, weights_hash, self.save_model(), reason)
 
     def save_model(self) -> str | None:
         """Save the trained model on rank 0. Returns its path."""

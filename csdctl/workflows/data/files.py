@@ -15,7 +15,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from csdctl import documents
-from csdctl.documents import build_atomically, load_kept, save_json
+from csdctl.documents import load_kept, save_json
 from csdctl.errors import InputError
 from csdctl.fleet.model import HOST_NAME
 from csdctl.job.model import Job
@@ -31,6 +31,7 @@ from csdctl.transport.program import within
 from csdctl.transport.session import Session
 from csdctl.tuning.measurements import ModelProperties, describe_model
 from csdctl.worker.protocol.datasets import DatasetInfo
+from csdctl.worker.protocol.durable_files import replacing_directory, save_text
 from csdctl.worker.protocol.file_state import file_state
 from csdctl.worker.protocol.json_codec import from_json, to_json
 from csdctl.worker.protocol.model_info import BuildRequest, BuildSpec, ModelInfo
@@ -164,13 +165,13 @@ def _build(job: Job, worker: StoredFile, host: Session, directory: Path, shapes:
         step=job.step,
     )
     call = partial(call_worker, host, sys.executable, worker.path, doing="building the model")
-    with build_atomically(directory) as aside:
+    with replacing_directory(directory) as aside:
         request = BuildRequest(spec, str(aside))
         info = call("build", request, ModelInfo, patience=within(BUILD_DEADLINE_S))
         for name in MODEL_FILES:
             (aside / name).touch()  # of a model that is not built, nothing was written
         # Inputs in the model's order, as `fit` has them.
-        documents.save_text(aside / "info.json", to_json(info) + "\n")
+        save_text(aside / "info.json", to_json(info) + "\n")
         listed = {name: [dtype, list(shape)] for name, (dtype, shape) in (shapes or {}).items()}
         save_json(aside / SHAPES, listed)
         seal(aside)
@@ -247,7 +248,7 @@ def _cut(
         permutation = np.random.default_rng(seed).permutation(public.num_samples)
         rows = np.sort(permutation[shard.public_start : shard.public_stop])
         expected = dict(zip(ARRAYS, (public.images_sha256, public.labels_sha256), strict=True))
-        with build_atomically(directory) as aside:
+        with replacing_directory(directory) as aside:
             for array, sha256 in expected.items():
                 path = project.root / public.path / array
                 if array not in checked:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-from csdctl.documents import load_kept, save_json, save_text
+from csdctl.documents import load_kept, save_json
 from csdctl.errors import InputError, RemoteCommandError
 from csdctl.fleet.model import HOST_NAME, Fleet
 from csdctl.job.compatibility import check_compatibility, check_noise, inputs_of, is_regression
@@ -28,6 +28,7 @@ from csdctl.transport.meter import TrafficClass
 from csdctl.transport.program import Nothing, within
 from csdctl.transport.session import Session
 from csdctl.worker.protocol.datasets import DatasetInfo, PrepareProgress, PrepareSpec
+from csdctl.worker.protocol.durable_files import save_text
 from csdctl.worker.protocol.features import Extracted, ExtractSpec
 from csdctl.worker.protocol.json_codec import Count, shorten, to_json
 from csdctl.worker.protocol.model_info import AugmentTrial, ModelInfo

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from csdctl.documents import save_text
 from csdctl.errors import CsdctlError, HostKeyError, InputError, UnreachableError
 from csdctl.facts.machine import collect_facts
 from csdctl.fleet.facts import Drive, Facts, facts_path, load_facts, save_facts
@@ -25,6 +24,7 @@ from csdctl.transport.known_hosts import KnownHosts, build_host_name, fingerprin
 from csdctl.transport.many import Outcome, errors_of, fleet_known_hosts_paths, run_on_all, run_on_nodes
 from csdctl.transport.meter import add_up
 from csdctl.transport.session import Session
+from csdctl.worker.protocol.durable_files import save_text
 
 COPIED_KEY = "one machine listed twice, or a copied disk image"
 """Why several nodes have one host key."""

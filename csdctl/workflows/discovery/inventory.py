@@ -13,7 +13,7 @@ from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
-from csdctl.documents import MAX_JSON_BYTES, load_text, save_text
+from csdctl.documents import MAX_JSON_BYTES, load_text
 from csdctl.errors import CsdctlError, InputError, NoNodeReachableError
 from csdctl.fleet import ansible, openssh
 from csdctl.fleet.fleet_file import render_fleet
@@ -31,6 +31,7 @@ from csdctl.fleet.names import NAME, USER, format_node_names, names_by_value
 from csdctl.fleet.requirements import explain_extra, find_program
 from csdctl.notify import shorten
 from csdctl.transport.many import fleet_known_hosts_paths, run_on_all, values_or_raise
+from csdctl.worker.protocol.durable_files import save_text
 
 MAX_ADDRESSES = 4096
 SSH_DEADLINE_S = 30.0

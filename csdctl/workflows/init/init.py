@@ -21,7 +21,7 @@ from typing import Any
 
 import yaml
 
-from csdctl.documents import check_output, save_text
+from csdctl.documents import check_output
 from csdctl.errors import InputError
 from csdctl.fleet.model import HOST_NAME
 from csdctl.job.compatibility import LOGITS, check_compatibility, describe_arrays, plain_name, show_shape
@@ -34,6 +34,7 @@ from csdctl.transport.local import LocalSession
 from csdctl.transport.program import within
 from csdctl.worker.protocol import datasets as protocol
 from csdctl.worker.protocol.datasets import DataLook, DatasetInfo, PrepareSpec, equals
+from csdctl.worker.protocol.durable_files import save_text
 from csdctl.worker.protocol.model_info import ModelInfo, OutputInfo, ScriptFit, ScriptRequest
 from csdctl.workflows.data.files import SerializedModel, serialize_model, shapes_of, store_worker
 from csdctl.workflows.data.prepare import add_function, first_spec, follow

@@ -22,7 +22,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from csdctl.documents import MAX_JSON_BYTES, check_output, load_text, write_atomically
+from csdctl.documents import MAX_JSON_BYTES, check_output, load_text
 from csdctl.errors import CsdctlError, InputError, PartialError, RemoteCommandError
 from csdctl.fleet.model import HOST_NAME, Fleet
 from csdctl.job.compatibility import LOGITS, plain_name, show_shape
@@ -34,6 +34,7 @@ from csdctl.transport.many import Outcome, errors_of, run_on_all, values_or_rais
 from csdctl.transport.meter import TrafficClass
 from csdctl.worker.protocol import features as protocol
 from csdctl.worker.protocol.datasets import DatasetInfo
+from csdctl.worker.protocol.durable_files import replacing
 from csdctl.worker.protocol.features import SIGMOID, SOFTMAX, VALUES, ResultRule
 from csdctl.worker.protocol.model_info import ModelInfo, OutputInfo
 from csdctl.workflows.data.compile import ModelCompiler, as_prefix, files_of
@@ -74,7 +75,7 @@ class ResultBlock:
 
 def write_results(path: Path, blocks: Sequence[ResultBlock], names: Sequence[str]) -> None:
     """Write all rows in the order of `blocks`, with the `names` of the classes, if known. Raises OSError."""
-    with write_atomically(path) as file:
+    with replacing(path) as file:
         if path.suffix == NPZ:
             np.savez(file, **_arrays(blocks, names))
             return

@@ -24,13 +24,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from csdctl.documents import build_atomically, check_values, load_json, load_text, save_json, save_text
+from csdctl.documents import check_values, load_json, load_text, save_json
 from csdctl.errors import CsdctlError, InputError, option
 from csdctl.fleet.requirements import find_program
 from csdctl.notify import Say
 from csdctl.reporting.numbers import format_bytes
 from csdctl.shipping.store import hash_file
 from csdctl.transport.commands import build_child_command
+from csdctl.worker.protocol.durable_files import replacing_directory, save_text
 from csdctl.worker.protocol.packages import TENSORFLOW
 from csdctl.workflows.provision.machine import ARCHITECTURES, SENT_PYTHON, NodeKind
 
@@ -255,7 +256,7 @@ def collect_bundle(request: ProvisionRequest, kind: NodeKind, say: Say) -> Bundl
     if (target / "bundle.json").exists() and (bundle := load_bundle(target)).recipe == recipe:
         return bundle
     say(f"{kind.name}: collecting wheels{' and Python' if kind.sends_python else ''}")
-    with build_atomically(target) as staging:
+    with replacing_directory(target) as staging:
         bundle = replace(_build(request, kind, locked, staging), recipe=recipe)
         content = {name: value for name, value in asdict(bundle).items() if name != "directory"}
         save_json(staging / "bundle.json", {"schema": SCHEMA, **content})

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import csdctl
-from csdctl.documents import parse_json_document, save_text
+from csdctl.documents import parse_json_document
 from csdctl.errors import CsdctlError, InputError, NodeError, UnreachableError
 from csdctl.fleet.model import Fleet, keep_nodes
 from csdctl.fleet.requirements import explain_extra, find_program
@@ -26,6 +26,7 @@ from csdctl.runs.ledger import record_traffic
 from csdctl.shipping.deliver import OnDeliveryProgress, Payload, TreeRequest, deliver, pack_payload, read_tree
 from csdctl.transport.many import Outcome, errors_of, run_on_nodes, values_or_raise
 from csdctl.transport.session import Session
+from csdctl.worker.protocol.durable_files import save_text
 from csdctl.workflows.discovery.inventory import render_ansible
 from csdctl.workflows.provision import machine as bare
 from csdctl.workflows.provision.bundle import (

@@ -25,6 +25,7 @@ from csdctl.notify import DATED, DETACHED, Say
 from csdctl.placement.equation1 import steps_per_epoch
 from csdctl.reporting.results import RUNNING, RunStatus, load_run_status
 from csdctl.runs.directory import LATEST, ProjectDirectory, RunDirectory, find_run, skipping
+from csdctl.worker.protocol.durable_files import make_directory
 from csdctl.worker.protocol.events import Event
 from csdctl.workflows.train.resume import load_spec
 from csdctl.workflows.workspace.event_stream import RunStarted
@@ -227,7 +228,7 @@ def start_detached(project: ProjectDirectory, arguments: Sequence[str], say: Say
 
     Until then what it prints is passed to `say`, and Ctrl-C ends it. Raises RunError when it fails before.
     """
-    project.state.mkdir(mode=0o700, exist_ok=True)
+    make_directory(project.state)
     log = project.state / f"detached-{os.getpid()}.log"
     with log.open("wb") as output:
         process = subprocess.Popen(

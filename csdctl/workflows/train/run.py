@@ -19,7 +19,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from csdctl import __version__
-from csdctl.documents import save_json, save_text
+from csdctl.documents import save_json
 from csdctl.energy.sampler import PowerSampler
 from csdctl.errors import DeadlineError, InputError, RunError
 from csdctl.fleet.model import HOST_NAME
@@ -33,6 +33,7 @@ from csdctl.shipping.store import store_bytes
 from csdctl.supervision import event_callbacks, run_setup, supervisor
 from csdctl.transport.session import Session
 from csdctl.tuning.plan import DATA_PARALLEL, SPLIT, Plan
+from csdctl.worker.protocol.durable_files import save_text
 from csdctl.worker.protocol.events import Event
 from csdctl.worker.protocol.json_codec import to_json
 from csdctl.worker.protocol.orders import Order

@@ -34,17 +34,17 @@ def test_step_file_of_a_run_that_failed_is_on_the_disk_before_the_one_in_memory_
     kept = tmp_path / "run" / "step.state"
     kept.parent.mkdir()
     kept.write_text("of an earlier attempt")
-    kept.with_name(".step.state.6d0u_x3a").write_text("left by a csdctl that was killed")
-    synced: list[tuple[int, str, bool]] = []
+    kept.with_name(".step.state.6d0ae13a").write_text("left by a csdctl that was killed")
+    synced: list[tuple[str, str, bool]] = []
     sync = os.fsync
 
     def record(file: int) -> None:
         sync(file)
-        synced.append((os.fstat(file).st_size, kept.read_text(), memory.exists()))
+        synced.append((Path(f"/proc/self/fd/{file}").readlink().stem, kept.read_text(), memory.exists()))
 
     monkeypatch.setattr(os, "fsync", record)
     keep_step_file(memory, kept)
-    assert synced == [(len(b"state"), "of an earlier attempt", True)]
+    assert synced == [(".step.state", "of an earlier attempt", True), ("run", "state", True)]
     assert kept.read_bytes() == b"state"
     assert kept.stat().st_mode & 0o777 == 0o600
     assert list(kept.parent.iterdir()) == [kept]

@@ -363,8 +363,8 @@ def test_file_has_its_name_only_once_it_is_synced(tmp_path: Path, monkeypatch: p
         with pytest.raises(BrokenPipeError):  # by the second object, by the first sync, by the second object
             receiver.receive([0, 1])
         assert {*os.listdir(stored)} & {*names} == expected
-    assert [parts[0] for parts in syncing] == [f"{names[0]}.part"] * 2
-    assert not any(names[0] in parts for parts in syncing)
+    assert [parts[0] for parts in syncing] == [f"{names[0]}.part"] * 2 + ["objects"]
+    assert [names[0] in parts for parts in syncing] == [False, False, True]
 
 
 @pytest.mark.parametrize("destination", [".csdctl", "./.csdctl/objects"])

@@ -35,18 +35,18 @@ RUN = f"20260101-000000-{os.getpid() % 1_000_000:06d}"
 UNFINISHED = {
     ".csdctl/objects/89ab.npy.part": "",
     ".csdctl/trees/.part-77": "file",
-    ".csdctl/models/.0123.k9_scxb9": "file",
+    ".csdctl/models/.0123.0a9cb9f1": "file",
     ".csdctl/tmpabcdefgh.predict": "file",
-    ".csdctl/.known_hosts.abcdefgh": "",
-    ".csdctl/runs/1/.manifest.json.abcdefgh": "",
-    ".csdctl/runs/1/checkpoints/.step-00000001.npz.new": "",
-    ".csdctl/runs/1/part-model.keras": "",
+    ".csdctl/.known_hosts.0123abcd": "",
+    ".csdctl/runs/1/.manifest.json.0123abcd": "",
+    ".csdctl/runs/1/checkpoints/.step-00000001.npz.0123abcd": "",
+    ".csdctl/runs/1/.model.keras.0123abcd": "model.keras",
 }
 """What commands leave behind that are killed, and what is in it."""
 FILES = [
     ".csdctl/objects/0123.npy",
     ".csdctl/runs/1/model.keras",
-    ".csdctl/emulated/nodes/a/home/.b.abcdefgh",
+    ".csdctl/emulated/nodes/a/home/.b.0123abcd",
     *(str(Path(path, file)) for path, file in UNFINISHED.items()),
     ".csdctl/features/a/images.npy",
     ".csdctl/predictions/b/images.npy",

@@ -1,38 +1,11 @@
-"""Files that survive a crash, and files that no other user can have made or read."""
+"""Files of bounded size, and files that no other user can have made or read."""
 
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from csdctl.worker.process.files import BoundedFile, open_private, save_atomically
-
-
-def note_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
-    """Note what is synced to disk and what is renamed, in order, by the names of the files."""
-    calls = []
-    fsync, replace = os.fsync, os.replace
-
-    def noting_fsync(descriptor: int) -> None:
-        calls.append(("fsync", Path(f"/proc/self/fd/{descriptor}").readlink().name))
-        fsync(descriptor)
-
-    def noting_replace(source: Any, target: Any) -> None:
-        calls.append(("replace", Path(target).name))
-        replace(source, target)
-
-    monkeypatch.setattr(os, "fsync", noting_fsync)
-    monkeypatch.setattr(os, "replace", noting_replace)
-    return calls
-
-
-def test_text_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = note_calls(monkeypatch)
-    (tmp_path / "it").write_text("before")
-    save_atomically(tmp_path / "it", "after")
-    assert (tmp_path / "it").read_text() == "after"
-    assert calls == [("fsync", ".it.new"), ("replace", "it")]
+from csdctl.worker.process.files import BoundedFile, open_private
 
 
 def test_private_file_is_made_for_this_user_alone(tmp_path: Path) -> None:
