@@ -26,6 +26,7 @@ from csdctl.reporting.privacy import describe_privacy
 from csdctl.reporting.results import COMPLETED, FAILED, RUNNING, RunResults, RunSummary
 from csdctl.reporting.series import BY_COMPUTE, BY_LINK, Bottleneck, find_bottleneck
 from csdctl.runs.ledger import STATED
+from csdctl.runs.stored_events import EVENTS_LOST
 from csdctl.tuning.plan import DATA_PARALLEL, SPLIT
 from csdctl.worker.protocol.events import MAX_STEPS
 from csdctl.worker.protocol.recipe import Recipe
@@ -76,6 +77,8 @@ def describe_result(summary: RunSummary) -> str:
     done = format_count(summary.epochs, "epoch")
     if summary.reason == MAX_STEPS:
         done = f"{format_count(summary.steps, 'step')} (--max-steps)"
+    if summary.reason == EVENTS_LOST:
+        done = EVENTS_LOST
     return f"{summary.state}: {done}{reached}{rate}{best}"
 
 
@@ -162,7 +165,8 @@ def describe_run(summary: RunSummary) -> list[tuple[str, str]]:
     lost = format_node_names(summary.lost_nodes)
     if unread := summary.num_private_unread:
         lost += f"; {unread:,} private samples were not read"
-    skipped = f"{summary.num_unreadable:,} lines were skipped: damaged, or of another version"
+    log = f"runs/{summary.run_id}/events.jsonl"
+    skipped = f"{summary.num_unreadable:,} lines of {log} were skipped: damaged, or of another version"
     num_changes = max(summary.num_tried, summary.num_rebalanced)  # earlier versions tried none
     changes = f"{format_count(num_changes, 'change')} of batch sizes tried, {summary.num_rebalanced} kept"
     left_out = format_node_names(summary.left_out)
