@@ -31,6 +31,7 @@ from csdctl.transport.many import open_sessions, run_on_all, values_or_raise
 from csdctl.transport.program import AnswerLimits
 from csdctl.transport.session import Session
 from csdctl.worker.protocol.datasets import PrepareProgress
+from csdctl.worker.protocol.disk_errors import describe_os_error
 from csdctl.worker.protocol.limits import RAISE, judge_limits, own_limits
 
 
@@ -229,8 +230,9 @@ def record_failed(
     """Save where a command that ran on `machines` failed. Where it succeeded, change only its own list."""
     listed = {name: {"message": error.message, "remedy": error.remedy} for name, error in failed.items()}
     earlier = load_kept(project.failed, dict[str, Any]) or {}
-    if not failed and earlier.get("command") == command:
-        listed = {name: error for name, error in earlier["failed"].items() if name not in machines}
+    before = earlier.get("failed")
+    if not failed and earlier.get("command") == command and isinstance(before, dict):
+        listed = {name: error for name, error in before.items() if name not in machines}
     if failed or earlier.get("command") == command:
         save_json(project.failed, {"schema": "csdctl.failed/1", "command": command, "failed": listed})
 
@@ -247,12 +249,18 @@ def conclude(
     Raises NoNodeReachableError, PartialError when some machines succeeded, DeadlineError or CsdctlError.
     `retry`: the command line that repeats it where it failed.
     """
-    record_failed(project, command, machines, failed)
+    retry = f"retry only them: {retry}"
+    try:
+        record_failed(project, command, machines, failed)
+    except OSError as error:
+        if not failed:
+            raise
+        retry = f"repeat the command: {describe_os_error(error)[0]}"
     if not failed:
         return
     nodes = [name for name in machines if name != HOST_NAME]
     problems = list(failed.values())
-    remedy = f"fix them as shown above, then retry only them: {retry}"
+    remedy = f"fix them as shown above, then {retry}"
     are_unreachable = (error.exit_code == errors.ExitCode.UNREACHABLE for error in problems)
     if set(nodes) <= set(failed) and all(are_unreachable):
         raise errors.NoNodeReachableError(f"could not reach {format_node_names(nodes)}", remedy=remedy)

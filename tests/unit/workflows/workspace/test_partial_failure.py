@@ -5,9 +5,18 @@ from pathlib import Path
 import pytest
 
 from csdctl import errors
-from csdctl.errors import CsdctlError, DeadlineError, ExitCode, HostKeyError, InputError, JumpHostError
+from csdctl.errors import (
+    CsdctlError,
+    DeadlineError,
+    ExitCode,
+    HostKeyError,
+    InputError,
+    JumpHostError,
+    PartialError,
+)
 from csdctl.runs.directory import ProjectDirectory
 from csdctl.workflows.workspace.workspace import choose_fleet, conclude, load_failed
+from tests.full_disk import full_disk
 
 MACHINES = ["host", "csd0", "csd1"]
 DOWN = errors.UnreachableError("does not answer", remedy="check it")
@@ -51,6 +60,25 @@ def test_failed_nodes_are_saved_until_the_command_succeeds(tmp_path: Path) -> No
     conclude(project, "clean", ["csd1"], {}, "")
     with pytest.raises(InputError, match="no failed nodes are recorded"):
         load_failed(project.failed)
+
+
+@pytest.mark.fault(36)
+@pytest.mark.parametrize("content", ["", "[]", '{"command": "clean"}', '{"command": "clean", "failed": [1]}'])
+def test_damaged_list_of_failed_nodes_is_written_anew(tmp_path: Path, content: str) -> None:
+    project = ProjectDirectory(tmp_path)
+    project.state.mkdir()
+    project.failed.write_text(content)
+    conclude(project, "clean", MACHINES, {}, "")
+    code_of(tmp_path, {"csd1": DOWN})
+    assert load_failed(project.failed) == "csd1"
+
+
+@pytest.mark.fault(25)
+def test_list_that_has_no_place_on_the_disk_does_not_hide_what_failed(tmp_path: Path) -> None:
+    project = ProjectDirectory(tmp_path)
+    with full_disk(10), pytest.raises(PartialError, match="clean failed on 1 of 3 machines: csd1") as raised:
+        conclude(project, "clean", MACHINES, {"csd1": DOWN}, "csdctl clean again")
+    assert "then repeat the command: " in raised.value.remedy
 
 
 @pytest.mark.fault(36)
