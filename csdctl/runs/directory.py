@@ -22,13 +22,13 @@ from csdctl.notify import Say, make_printable
 from csdctl.placement.equation1 import Placed
 from csdctl.runs.private import STATE_DIRECTORY, check_directory, private_memory
 from csdctl.runs.stored_events import StoredEvents
-from csdctl.tuning.plan import DATA_PARALLEL, Plan
+from csdctl.tuning.plan import DATA_PARALLEL, UPDATE, Plan, check_schema
 from csdctl.worker.protocol.events import Event, Progress, WaitingFor, event_document
 from csdctl.worker.protocol.recipe import Noise
 from csdctl.worker.protocol.run_spec import step_file_in_memory
 
 MAX_SAMPLES = 10**15
-NEW_RUN, UPDATE = "start a new run", "update this csdctl"
+NEW_RUN = "start a new run"
 MANIFEST_SCHEMA = 1
 LATEST = "latest"
 """The name of the latest run on the command line."""
@@ -99,14 +99,6 @@ class Manifest(_Part):
     def nodes(self) -> list[str]:
         """The machine of each rank."""
         return self.plan.nodes
-
-
-def check_schema(content: object, path: Path, expected: int) -> None:
-    """Raise InputError if the content of `path` has a newer schema than `expected`."""
-    schema = content.get("schema") if isinstance(content, dict) else None
-    if type(schema) is int and schema > expected:
-        problem = f"{path} was written by a newer csdctl: received schema {schema}, expected {expected}"
-        raise InputError(problem, remedy=UPDATE)
 
 
 def check_links(directory: Path) -> None:

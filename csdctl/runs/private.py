@@ -22,10 +22,7 @@ def check_directory(directory: Path) -> None:
 
 
 def check_private(directory: Path) -> None:
-    """Narrow `directory`, whose files csdctl trusts, to this user. It may be missing.
-
-    Raises InputError if others may write, and what `check_directory` raises.
-    """
+    """Narrow `directory`, whose files csdctl trusts, to this user. Raises InputError if others may write."""
     check_directory(directory)
     try:
         link, status, around = directory.lstat(), directory.stat(), directory.parent.stat()

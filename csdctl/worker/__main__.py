@@ -127,8 +127,7 @@ def _guard(action: str, answer: Callable[[GuardedOutput], object]) -> int:
         frame, code = _as_frame(error)
     except Exception as error:
         # The text of an unforeseen error may name a private file, and this line goes to the host.
-        number = isinstance(error, OSError) and error.errno
-        why = os.strerror(number) if number else type(error).__name__
+        why = (isinstance(error, OSError) and error.strerror) or type(error).__name__
         frame, code = _as_frame(WorkerError(f"{action} failed: {why}"))
     output.write_line(frame)
     return code

@@ -95,9 +95,6 @@ class CheckedArray:
         self._unread = set(range(len(self._checksums)))
         """Chunks that have not been compared with their checksums."""
 
-    def __len__(self) -> int:
-        return len(self.array)
-
     def __getitem__(self, rows: Array) -> Array:
         """Return the rows with these numbers, shape (n,). Raises JobError if the disk has damaged them."""
         if self._unread:

@@ -49,10 +49,7 @@ def chunk_bytes(file_bytes: int) -> int:
 
 
 def hash_file(file: BufferedReader, name: str, remembered: Path = REMEMBERED) -> tuple[str, list[int]]:
-    """Return the SHA-256 of an open file, `name` in messages, and the CRC-32 of each of its chunks.
-
-    Raises WorkerError if it changes meanwhile.
-    """
+    """Return the SHA-256 of an open file, and the CRC-32 of each chunk. Raises WorkerError if it changes."""
     state = file_state(os.fstat(file.fileno()))
     size = chunk_bytes(state[2])
 
@@ -66,8 +63,9 @@ def hash_file(file: BufferedReader, name: str, remembered: Path = REMEMBERED) ->
             raise WorkerError(f"{name} was changed while it was read", remedy="run `csdctl prepare`")
         return digest.hexdigest(), checksums
 
-    sha256, checksums = remember(f"{state[0]}:{state[1]}", (*state[2:], size), state[-1], compute, remembered)
-    return sha256, checksums
+    key = f"{state[0]}:{state[1]}"
+    hashes: tuple[str, list[int]] = remember(key, (*state[2:], size), state[-1], compute, remembered)
+    return hashes
 
 
 def remember(

@@ -35,7 +35,7 @@ class PreparedSamples:
         """Raise WorkerError if the files cannot be read, or are not those that were prepared."""
         parts = (part.images, part.images_sha256), (part.labels, part.labels_sha256)
         self._files = self._samples, self._labels = tuple(CheckedArray(*file) for file in parts)
-        self._num_distinct, self._num_views = len(self._samples) // part.num_views, part.num_views
+        self._num_distinct, self._num_views = len(self._samples.array) // part.num_views, part.num_views
         self._rows = rows_of(part, self._num_distinct)
         self._first_row = 0
 

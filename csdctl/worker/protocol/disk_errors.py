@@ -8,14 +8,10 @@ from csdctl.worker.protocol.limits import explain_error
 
 WRITING = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
 """Errors of a write alone."""
-IN_ITS_PLACE = "move away what is in its place"
-PERMANENT = {
-    errno.EACCES: "fix the permissions",
-    errno.EPERM: "fix the permissions",
-    errno.ENOTDIR: IN_ITS_PLACE,
-    errno.EISDIR: IN_ITS_PLACE,
-    errno.ELOOP: "remove that link",
-}
+IN_THE_WAY = (errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)
+PERMANENT = dict.fromkeys((errno.EACCES, errno.EPERM), "fix the permissions") | dict.fromkeys(
+    IN_THE_WAY, "move away what is in its place"
+)
 """What to do about errors that do not pass, by number."""
 REMEDIES = PERMANENT | {
     errno.ENOSPC: "free space on {disk}",
@@ -28,12 +24,12 @@ REMEDIES = PERMANENT | {
 
 def describe_os_error(error: OSError, path: str | Path = "") -> tuple[str, str]:
     """Return the problem, and what to do, '' if that is unknown. `path`: of an error that names no file."""
-    code, name = error.errno or 0, error.filename or path
-    path = Path(os.fsdecode(name) if isinstance(name, bytes) else str(name))
+    code, name = error.errno or 0, error.filename2 or error.filename or path  # the second of a rename
+    path = os.fsdecode(name) if isinstance(name, bytes) else str(name)
     disk = Path(os.path.realpath(path))
     while not os.path.ismount(disk):
         disk = disk.parent
-    verb = "write" if code in WRITING else "access"
-    what = f"cannot {verb} {path}" if name else f"a {'write' if code in WRITING else 'system call'} failed"
-    cause = (error.strerror or str(error) or type(error).__name__).lower()
-    return f"{what}: {cause}{explain_error(str(error))}", REMEDIES.get(code, "").format(disk=disk)
+    verb, failed = ("write", "a write") if code in WRITING else ("access", "a system call")
+    cause = (error.strerror or str(error) or type(error).__name__).lower() + explain_error(str(error))
+    problem = f"cannot {verb} {path}: {cause}" if name else f"{failed} failed: {cause}"
+    return problem, REMEDIES.get(code, "").format(disk=disk)

@@ -247,8 +247,7 @@ class Checkpointer:
         paths = [Path(spec.step_file), output / KEPT_STEP_FILE] if spec.step_file else []
         self._step_files = [StepFile(path, step.values) for path in paths]
         self._can_write = bool(self._step_files)
-        self._is_failing = False
-        """Whether the latest checkpoint could not be written."""
+        self._is_failing = False  # the latest checkpoint
         self._cost_s = 0.0
         self._written_at = self._checkpointed_at = time.monotonic()
         self.position = self._restore()

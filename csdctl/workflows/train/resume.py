@@ -20,6 +20,7 @@ from csdctl.job.model import Job
 from csdctl.notify import Say
 from csdctl.runs import directory
 from csdctl.runs.directory import NEW_RUN, Manifest, ProjectDirectory, RunDirectory
+from csdctl.tuning.plan import check_schema
 from csdctl.worker.protocol.events import EARLY_STOPPING, CheckpointSaved, Finished, Joined
 from csdctl.worker.protocol.json_codec import SCHEMA, ProtocolError, from_json, to_json
 from csdctl.worker.protocol.recipe import Noise
@@ -147,7 +148,7 @@ def _frozen_part(spec: RunSpec) -> tuple[str, ...]:
 def load_spec(run: RunDirectory) -> RunSpec:
     """Read spec.json. Raises InputError for one that is damaged, or of another version."""
     text = load_text(run.spec, max_bytes=MAX_JSON_BYTES, remedy=NEW_RUN)
-    directory.check_schema(parse_json_document(text, str(run.spec), remedy=NEW_RUN), run.spec, SCHEMA)
+    check_schema(parse_json_document(text, str(run.spec), remedy=NEW_RUN), run.spec, SCHEMA)
     try:
         return from_json(RunSpec, text)
     except ProtocolError as error:

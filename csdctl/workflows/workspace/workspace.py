@@ -21,7 +21,7 @@ from csdctl.fleet.fleet_file import load_fleet
 from csdctl.fleet.model import HOST_NAME, Fleet, keep_nodes, select_nodes
 from csdctl.fleet.names import format_node_names
 from csdctl.launch.leftovers import CleanupOptions, Leftovers, clean_machine, lock_machines, raise_if_locked
-from csdctl.notify import Say
+from csdctl.notify import Say, warn
 from csdctl.reporting.numbers import format_count
 from csdctl.runs.directory import ProjectDirectory
 from csdctl.runs.ledger import Ledger
@@ -249,18 +249,17 @@ def conclude(
     Raises NoNodeReachableError, PartialError when some machines succeeded, DeadlineError or CsdctlError.
     `retry`: the command line that repeats it where it failed.
     """
-    retry = f"retry only them: {retry}"
     try:
         record_failed(project, command, machines, failed)
-    except OSError as error:
-        if not failed:
-            raise
-        retry = f"repeat the command: {describe_os_error(error)[0]}"
+    except OSError as error:  # it must not hide what the command has done
+        warn(
+            f"warning: where {command} failed is not recorded: {describe_os_error(error, project.failed)[0]}"
+        )
     if not failed:
         return
     nodes = [name for name in machines if name != HOST_NAME]
     problems = list(failed.values())
-    remedy = f"fix them as shown above, then {retry}"
+    remedy = f"fix them as shown above, then retry only them: {retry}"
     are_unreachable = (error.exit_code == errors.ExitCode.UNREACHABLE for error in problems)
     if set(nodes) <= set(failed) and all(are_unreachable):
         raise errors.NoNodeReachableError(f"could not reach {format_node_names(nodes)}", remedy=remedy)
