@@ -578,8 +578,7 @@ class Run:
         remedy = never if best else f"resume it: csdctl.train(…, resume={self.id!r})"
         weights = path.with_suffix(".weights.h5")
         if not has_model(path):
-            damage = f": {path} is damaged" if path.exists() else ""
-            raise InputError(f"run {self.id} has no {path.name}{damage}", remedy=remedy)
+            raise InputError(f"run {self.id} has no {path.name}, or a damaged one", remedy=remedy)
         os.environ["KERAS_BACKEND"] = "tensorflow"
         import keras
 

@@ -421,7 +421,7 @@ def _stop(paths: FleetPaths, state: FleetState | None) -> int:
 def remove_fleet(paths: FleetPaths) -> int:
     """End every process of the fleet except this one, and remove its control groups and files."""
     state = None
-    with contextlib.suppress(InputError):
+    with contextlib.suppress(InputError):  # also a fleet whose state is damaged
         state = load_state(paths)
     num_processes = _end_processes(paths)
     usual_places = [paths.default_fleet, paths.directory.parent.parent / "fleet.yaml"]

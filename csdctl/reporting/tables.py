@@ -74,11 +74,9 @@ def describe_result(summary: RunSummary) -> str:
     rate = f", {format_rate(summary.samples_per_s)} samples/s{ratio}" if summary.samples_per_s else ""
     loss = f", validation loss {format_loss(summary.best_validation_loss)}"
     best = f"; best: epoch {summary.best_epoch}{loss}, best.keras" * bool(summary.best_epoch)
-    done = format_count(summary.epochs, "epoch")
+    done = EVENTS_LOST if summary.reason == EVENTS_LOST else format_count(summary.epochs, "epoch")
     if summary.reason == MAX_STEPS:
         done = f"{format_count(summary.steps, 'step')} (--max-steps)"
-    if summary.reason == EVENTS_LOST:
-        done = EVENTS_LOST
     return f"{summary.state}: {done}{reached}{rate}{best}"
 
 

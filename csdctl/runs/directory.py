@@ -29,7 +29,6 @@ from csdctl.worker.protocol.run_spec import step_file_in_memory
 
 MAX_SAMPLES = 10**15
 NEW_RUN = "start a new run"
-MANIFEST_SCHEMA = 1
 LATEST = "latest"
 """The name of the latest run on the command line."""
 _ID = "%Y%m%d-%H%M%S-%f"
@@ -244,7 +243,7 @@ class RunDirectory:
     def read_manifest(self) -> Manifest:
         """Read manifest.json. Raises InputError when it is missing, or its values do not belong together."""
         content = load_json(self.manifest, remedy=NEW_RUN)
-        check_schema(content, self.manifest, MANIFEST_SCHEMA)
+        check_schema(content, self.manifest, 1)
         return check_values(content, Manifest, str(self.manifest), remedy=NEW_RUN)
 
     def load_manifest(self) -> dict[str, Any]:

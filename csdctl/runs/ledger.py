@@ -118,6 +118,9 @@ def append_power(run: RunDirectory, record: PowerRecord) -> None:
 
 def read_power(run: RunDirectory) -> Iterator[PowerRecord]:
     """Yield the records of a run. Lines that are none, such as one cut off, are left out."""
-    for line in read_lines(run.power):
-        with contextlib.suppress(ProtocolError):
-            yield from_json(PowerRecord, line.decode(errors="replace"))
+    try:
+        for line in read_lines(run.power):
+            with contextlib.suppress(ProtocolError):
+                yield from_json(PowerRecord, line.decode(errors="replace"))
+    except InputError as error:
+        warn(f"warning: {error.message}; the energy that it recorded is missing here")

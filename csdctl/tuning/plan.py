@@ -276,8 +276,7 @@ class Plan(Document):
 
 def check_schema(content: object, path: Path, expected: int) -> None:
     """Raise InputError if the content of `path` has a newer schema than `expected`."""
-    keys = content if isinstance(content, dict) else {}
-    schema = keys.get("schema", keys.get("schema_version"))
+    schema = isinstance(content, dict) and content.get("schema", content.get("schema_version"))
     if type(schema) is int and schema > expected:
         problem = f"{path} was written by a newer csdctl: received schema {schema}, expected {expected}"
         raise InputError(problem, remedy=UPDATE)

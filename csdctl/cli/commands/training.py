@@ -297,7 +297,6 @@ def predict(
         layer=layer,
         output=output,
         force=force,
-        say=streams.say,
     )
     screen = PreparationScreen(streams)
     result = run_prediction(request, screen.events)

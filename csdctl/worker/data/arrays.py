@@ -1,7 +1,6 @@
 """Arrays of samples and labels: their types, the memory maps of their files, and random ones."""
 
 import hashlib
-import itertools
 import json
 import math
 import os
@@ -92,8 +91,7 @@ class CheckedArray:
             remedy = f"{PREPARE}; public data `on: every-node` must be at the same path on this node"
             # It names no file, for a name can be private.
             raise WorkerError(f"the data set cannot be read: {why}", remedy=remedy) from None
-        self._unread = set(range(len(self._checksums)))
-        """Chunks that have not been compared with their checksums."""
+        self._unread = set(range(len(self._checksums)))  # chunks not yet compared with their checksums
 
     def __getitem__(self, rows: Array) -> Array:
         """Return the rows with these numbers, shape (n,). Raises JobError if the disk has damaged them."""
@@ -112,12 +110,9 @@ class CheckedArray:
     def _compare(self, rows: Array) -> None:
         """Compare the chunks that have `rows` with their checksums, each once."""
         size, row_bytes = chunk_bytes(os.fstat(self._file.fileno()).st_size), self.array[:1].nbytes
-        chunks = self._unread
-        if self.array.flags.c_contiguous:
-            starts = (getattr(self.array, "offset", 0) + rows * row_bytes).tolist()  # none: it has no bytes
-            needed = (range(start // size, -(-(start + row_bytes) // size)) for start in starts)
-            chunks = self._unread & set(itertools.chain.from_iterable(needed))
-        for number in [*chunks]:
+        starts = (getattr(self.array, "offset", 0) + rows * row_bytes).tolist()  # none: it has no bytes
+        touched = {n for start in starts for n in range(start // size, -(-(start + row_bytes) // size))}
+        for number in self._unread & touched if self.array.flags.c_contiguous else {*self._unread}:
             if zlib.crc32(os.pread(self._file.fileno(), size, number * size)) != self._checksums[number]:
                 REMEMBERED.unlink(missing_ok=True)
                 self.check()  # now the whole file is read

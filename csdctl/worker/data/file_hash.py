@@ -25,7 +25,7 @@ from csdctl.worker.protocol.file_state import file_state
 REMEMBERED = Path(".csdctl/hashes.json")
 """Relative to the session's home; nothing is remembered where csdctl has no directory."""
 MAX_ENTRIES, MAX_BYTES = 1000, 64 << 20
-MIN_CHUNK_BYTES, MAX_CHUNKS = 1 << 20, 4096
+MIN_CHUNK_BYTES, MAX_CHUNKS = 1 << 20, 1 << 16
 TICK_S = 0.05
 """Two changes within one tick of the clock may get the same ctime: longer than any kernel's tick."""
 COARSE_TICK_S = 2.0

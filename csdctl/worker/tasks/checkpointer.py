@@ -355,6 +355,9 @@ class Checkpointer:
     def _possible(self, states: Iterable[Array], problems: list[str]) -> Iterator[tuple[Position, Array]]:
         for state in states:
             try:
-                yield position_of(state, self._samples), state
+                position = position_of(state, self._samples)
+                if position.run_id not in ("", self._spec.run_id):  # earlier versions have not stored it
+                    raise WorkerError(f"the saved state is of run {position.run_id}")
+                yield position, state
             except WorkerError as error:
                 problems.append(error.message)

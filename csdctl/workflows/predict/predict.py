@@ -27,7 +27,7 @@ from csdctl.errors import CsdctlError, InputError, PartialError, RemoteCommandEr
 from csdctl.fleet.model import HOST_NAME, Fleet
 from csdctl.job.compatibility import LOGITS, plain_name, show_shape
 from csdctl.job.model import Job, check_keras_file, load_job
-from csdctl.notify import Say
+from csdctl.notify import warn
 from csdctl.reporting.results import COMPLETED, FAILED, load_run_status, read_results
 from csdctl.runs.directory import ProjectDirectory, RunDirectory, find_run, has_model
 from csdctl.shipping.worker_calls import fetch_results
@@ -165,7 +165,6 @@ def check_request(
     layer: str,
     output: Path,
     force: bool = False,
-    say: Say = lambda line: None,
 ) -> PredictRequest:
     """Return the request. Raises InputError for whatever no machine is needed to find, the fleet last."""
     if want == EMBEDDINGS and not layer:
@@ -178,7 +177,7 @@ def check_request(
         suffix = output.suffix or "nothing"
         raise InputError(f"--output {output} ends in {suffix!r}", remedy=f"one of {CSV}, {NPZ}")
     check_output(output, "--output", force=force)
-    file, job_path, manifest = find_model(model, job, ProjectDirectory(directory), say)
+    file, job_path, manifest = find_model(model, job, ProjectDirectory(directory))
     loaded = load_job(job_path)
     chosen, fleet = choose_data(on, loaded), load_fleet()
     return PredictRequest(
@@ -187,7 +186,7 @@ def check_request(
 
 
 def find_model(
-    model: str, job: Path | None, project: ProjectDirectory, say: Say = lambda line: None
+    model: str, job: Path | None, project: ProjectDirectory
 ) -> tuple[Path, Path, Mapping[str, Any]]:
     """Return .keras file, job file and manifest of a run, or of such a file. Raises InputError."""
     if model.endswith(".keras"):
@@ -198,7 +197,7 @@ def find_model(
             )
         check_keras_file(path)
         return path, job or DEFAULT_JOB, {}
-    run = find_run(project, model, say)
+    run = find_run(project, model, warn)
     if run.model.with_suffix(".weights.h5").is_file():
         raise InputError(
             f"run {run.run_id} has saved weights alone, because its model has no get_config",

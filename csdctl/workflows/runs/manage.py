@@ -26,6 +26,7 @@ from csdctl.placement.equation1 import steps_per_epoch
 from csdctl.reporting import results
 from csdctl.reporting.results import RUNNING, RunStatus, load_run_status
 from csdctl.runs.directory import LATEST, ProjectDirectory, RunDirectory, find_run, skipping
+from csdctl.runs.private import check_directory
 from csdctl.runs.stored_events import EVENTS_LOST
 from csdctl.worker.protocol.events import Event
 from csdctl.workflows.train.resume import load_spec
@@ -212,6 +213,7 @@ def find_logs(run: RunDirectory, which: str | None) -> list[Path]:
         names = run.read_manifest().nodes
     except InputError:
         names = [f"rank-{number}" for number, _ in enumerate(run.logs.glob("rank-*.log"))]
+    check_directory(run.logs)
     logs = {OWN: run.own_log, **{node: run.rank_log(number) for number, node in enumerate(names)}}
     logs = {name: path for name, path in logs.items() if path.is_file()}
     if which is None:

@@ -18,6 +18,7 @@ from csdctl.errors import InputError
 from csdctl.fleet.model import HOST_NAME, Fleet
 from csdctl.job.model import Job
 from csdctl.notify import Say
+from csdctl.reporting.results import read_end
 from csdctl.runs import directory
 from csdctl.runs.directory import NEW_RUN, Manifest, ProjectDirectory, RunDirectory
 from csdctl.tuning.plan import check_schema
@@ -71,7 +72,7 @@ def is_complete(run: RunDirectory, job: Job) -> bool:
     is_over = isinstance(last, Finished) and (
         last.reason == EARLY_STOPPING or (last.epochs >= job.recipe.epochs and not last.reason)
     )
-    if is_over and directory.has_model(run.model):
+    if is_over and directory.has_model(run.model) and not read_end(run)[0]:
         return True
     step_file = ProjectDirectory(run.path.parents[2]).step_file(run)
     states = run.kept_step_file, step_file, *run.path.glob("checkpoints/*.npz")

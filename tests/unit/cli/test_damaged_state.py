@@ -49,6 +49,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
         run.spec.write_text(to_json(spec_of(NODES, run_id=run_id)))
         write_events(run, events, 1_700_000_000)
         run.rank_log(0).write_text("a line\n")
+        run.power.write_text("")
         state = {"state": "stopped", "error": "interrupted"} if run_id == NEW else {}
         save_json(run.process, describe_holder("train", root) | {"ended": "2026-01-02"} | state)
     project.ledger.write_text(f"{json.dumps(ENTRY | {'num_bytes': 5})}\n" * 3)
@@ -136,7 +137,13 @@ CASES: list[tuple[str, tuple[str, ...], dict[str, tuple[int, str]]]] = [
     (SPEC, ("newer spec",), {RESUME: (4, f"{SKIPPED}{{}} was written by a newer csdctl")}),
     (PROCESS, (*UNREADABLE, "a terabyte", "missing"), {LIST: (0, "interrupted")}),
     (PROCESS, ("pid of nobody", "pid as text"), {LIST: (0, STOPPED), f"runs rm {NEW} --yes": (0, "removed")}),
-    (f"runs/{NEW}/logs", ("a file", "missing"), {LIST: (0, STOPPED), LOGS: (0, "has no logs yet")}),
+    (f"runs/{NEW}/logs", ("missing",), {LIST: (0, STOPPED), LOGS: (0, "has no logs yet")}),
+    (f"runs/{NEW}/logs", ("a file",), {LIST: (0, STOPPED), LOGS: (2, "{}, where csdctl keeps its files")}),
+    (
+        f"runs/{NEW}/power.jsonl",
+        ("a directory", "a pipe"),
+        {LIST: (0, STOPPED), REPORT: (0, "cannot read {}")},
+    ),
     (f"runs/{NEW}", ("a file", "missing"), {LIST: (0, COMPLETED), REPORT: (0, COMPLETED)}),
     ("runs", ("a file", "a dangling link"), dict.fromkeys((LIST, REPORT, LOGS, RESUME), (2, "{}, where"))),
     ("runs", ("missing",), {LIST: (0, "no runs yet"), REPORT: (2, "no runs in {}")}),

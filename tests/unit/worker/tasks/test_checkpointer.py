@@ -15,7 +15,7 @@ import pytest
 
 from csdctl.worker.data.arrays import Array
 from csdctl.worker.data.schedule import OwnSamples, Span, begin_epoch
-from csdctl.worker.process.errors import WorkerError
+from csdctl.worker.process.errors import JobError, WorkerError
 from csdctl.worker.protocol.events import CheckpointSaved, Warned, event_from_line
 from csdctl.worker.protocol.recipe import Recipe
 from csdctl.worker.protocol.run_spec import RankSpec, RunSpec, Runtime
@@ -347,6 +347,19 @@ def test_run_of_a_rebooted_host_continues_from_the_newest_checkpoint_or_not_at_a
     shutil.rmtree(run.output / "checkpoints")
     (run.output / "checkpoints").write_text("a file")
     with pytest.raises(WorkerError, match=f"{run.output}/checkpoints cannot be read: Not a directory"):
+        run.start()
+
+
+@pytest.mark.fault(53)
+def test_state_of_another_run_is_not_used(run: Run) -> None:
+    """An earlier version has stored no run."""
+    for number, run_id in ((10, ""), (20, "run"), (30, "another")):
+        position = replace(POSITION, total_steps=number, run_id=run_id)
+        Checkpoints(run.output / "checkpoints").save(pack(values(number), position), position)
+    for number in (20, 10):
+        assert run.start()[1].fill == number
+        run.checkpoint(number).unlink()
+    with pytest.raises(JobError, match="they are damaged: the saved state is of run another"):
         run.start()
 
 

@@ -113,6 +113,8 @@ def test_completed_run_without_its_whole_model_is_resumed_which_saves_it_again(
     assert not is_complete(run, job)
     run.model.with_suffix(".weights.h5").touch()
     assert is_complete(run, job)
+    run.process.write_text('{"state": "stopped"}')  # the events say otherwise: they may be of another run
+    assert not is_complete(run, job)
 
 
 def test_spec_of_a_newer_csdctl_is_said_to_be_so(run: RunDirectory) -> None:
