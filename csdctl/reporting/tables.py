@@ -127,7 +127,7 @@ def _advise(run: RunResults, bottleneck: Bottleneck | None) -> str:
     if bottleneck and not expected.get(bottleneck.cause):
         node = run.series.nodes[bottleneck.rank] if bottleneck.rank is not None else ""
         return ADVICE[bottleneck.cause].replace("{node}", "the host" if node == HOST_NAME else node)
-    if predicted and not is_as_planned:  # the plan no longer fits
+    if predicted and summary.samples_per_s and not is_as_planned:  # the plan no longer fits
         reached = format_share(summary.samples_per_s / predicted)
         return f"Measure again with `csdctl tune`: the run reached {reached} of the predicted throughput."
     return f"Use the model: `csdctl predict {summary.run_id}`."
