@@ -227,14 +227,19 @@ def load_failed(path: Path) -> str:
 def record_failed(
     project: ProjectDirectory, command: str, machines: Sequence[str], failed: Mapping[str, CsdctlError]
 ) -> None:
-    """Save where a command that ran on `machines` failed. Where it succeeded, change only its own list."""
+    """Save where a command on `machines` failed, or warn. Where it succeeded, change only its own list."""
     listed = {name: {"message": error.message, "remedy": error.remedy} for name, error in failed.items()}
     earlier = load_kept(project.failed, dict[str, Any]) or {}
     before = earlier.get("failed")
     if not failed and earlier.get("command") == command and isinstance(before, dict):
         listed = {name: error for name, error in before.items() if name not in machines}
     if failed or earlier.get("command") == command:
-        save_json(project.failed, {"schema": "csdctl.failed/1", "command": command, "failed": listed})
+        content = {"schema": "csdctl.failed/1", "command": command, "failed": listed}
+        try:
+            save_json(project.failed, content)
+        except OSError as error:  # it must not hide what the command has done
+            problem = describe_os_error(error, project.failed)[0]
+            warn(f"warning: where {command} failed is not recorded: {problem}")
 
 
 def conclude(
@@ -249,12 +254,7 @@ def conclude(
     Raises NoNodeReachableError, PartialError when some machines succeeded, DeadlineError or CsdctlError.
     `retry`: the command line that repeats it where it failed.
     """
-    try:
-        record_failed(project, command, machines, failed)
-    except OSError as error:  # it must not hide what the command has done
-        warn(
-            f"warning: where {command} failed is not recorded: {describe_os_error(error, project.failed)[0]}"
-        )
+    record_failed(project, command, machines, failed)
     if not failed:
         return
     nodes = [name for name in machines if name != HOST_NAME]
