@@ -6,6 +6,7 @@ the clipboard, reverse the direction of text. The command line replaces them in 
 """
 
 import re
+import sys
 import unicodedata
 from collections.abc import Callable
 
@@ -27,6 +28,11 @@ DATED = re.compile(r"^\d{4}-\d\d-\d\dT\S+ ")
 """The time of a line, as ISO 8601, in the log of a csdctl without a terminal."""
 DETACHED = "CSDCTL_DETACHED"
 """The environment variable with which csdctl dates the lines that it writes."""
+
+
+def warn(line: str) -> None:
+    """Show a line where nothing else shows it, on standard error."""
+    print(line, file=sys.stderr)
 
 
 def make_printable(text: str) -> str:

@@ -33,7 +33,7 @@ from csdctl.fleet import model as fleets
 from csdctl.job import model as jobs
 from csdctl.reporting.results import RunSummary
 from csdctl.reporting.series import epoch_results
-from csdctl.runs.directory import LATEST, ProjectDirectory, RunDirectory
+from csdctl.runs.directory import LATEST, ProjectDirectory, RunDirectory, has_model
 from csdctl.runs.private import STATE_DIRECTORY, check_private
 from csdctl.supervision.event_callbacks import STOP as STOP
 from csdctl.supervision.event_callbacks import Callback
@@ -580,8 +580,8 @@ class Run:
         never = "it ended before its first epoch, or the job has no validation data"
         remedy = never if best else f"resume it: csdctl.train(…, resume={self.id!r})"
         weights = path.with_suffix(".weights.h5")
-        if not path.exists() and not weights.exists():
-            raise InputError(f"run {self.id} has no {path.name}", remedy=remedy)
+        if not has_model(path):
+            raise InputError(f"run {self.id} has no {path.name}, or a damaged one", remedy=remedy)
         os.environ["KERAS_BACKEND"] = "tensorflow"
         import keras
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import difflib
-import errno
 import functools
 import os
 import signal
@@ -22,7 +21,7 @@ from csdctl.errors import CsdctlError, ExitCode, InputError, naming_options
 from csdctl.fleet.requirements import explain_import
 from csdctl.runs.private import STATE_DIRECTORY, check_private
 from csdctl.terminal.streams import Streams, protect_standard_streams
-from csdctl.worker.protocol.limits import explain_error
+from csdctl.worker.protocol.disk_errors import PERMANENT, describe_os_error
 
 COMMANDS: Mapping[tuple[str, str], Mapping[str, str]] = {
     ("Fleet", "fleet"): {
@@ -81,13 +80,6 @@ FLAGS = {
     "goal": "--for",
 }
 """Options of the command line by their names in errors, where the flag is not the name with dashes."""
-DISK_REMEDIES = {
-    errno.ENOSPC: "free disk space",
-    errno.EDQUOT: "free disk space, or ask for a larger quota",
-    errno.EROFS: "choose a path on another file system: this one is read-only",
-    errno.EACCES: "fix the permissions, or choose another path",
-    errno.EPERM: "fix the permissions, or choose another path",
-}
 
 
 class CommandGroup(TyperGroup):
@@ -285,11 +277,10 @@ def _interrupt(_signal: int, _frame: FrameType | None) -> None:
 
 
 def _wrap_os_error(error: OSError) -> CsdctlError:
-    what = f"cannot write {error.filename}" if error.filename else "a system call failed"
-    wrapped = CsdctlError(
-        f"{what}: {(error.strerror or type(error).__name__).lower()}{explain_error(str(error))}",
-        remedy=DISK_REMEDIES.get(error.errno or 0, ""),
-    )
+    problem, remedy = describe_os_error(error)
+    if remedy:
+        remedy += ", then repeat the command: files that it has not finished are as before"
+    wrapped = (InputError if error.errno in PERMANENT else CsdctlError)(problem, remedy=remedy)
     wrapped.__cause__ = error
     return wrapped
 

@@ -26,7 +26,7 @@ import yaml
 from pydantic import Field
 
 import csdctl
-from csdctl.documents import check_values, load_kept, save_json
+from csdctl.documents import check_values, load_json, save_json
 from csdctl.emulation import limits
 from csdctl.errors import CsdctlError, DeadlineError, InputError
 from csdctl.fleet.facts import facts_path
@@ -172,8 +172,11 @@ def save_state(paths: FleetPaths, state: FleetState) -> None:
 
 
 def load_state(paths: FleetPaths) -> FleetState | None:
-    """Read state.json. Return None when it is missing, truncated, or of another version."""
-    return load_kept(paths.state, FleetState)
+    """Read state.json, None when it is missing. Raises InputError for one that is damaged or outdated."""
+    if not os.path.lexists(paths.state):
+        return None
+    remedy = "remove the fleet with all files of its nodes: `csdctl emulate down`"
+    return check_values(load_json(paths.state, remedy=remedy), FleetState, str(paths.state), remedy=remedy)
 
 
 @contextlib.contextmanager
@@ -418,7 +421,9 @@ def _stop(paths: FleetPaths, state: FleetState | None) -> int:
 
 def remove_fleet(paths: FleetPaths) -> int:
     """End every process of the fleet except this one, and remove its control groups and files."""
-    state = load_state(paths)
+    state = None
+    with contextlib.suppress(InputError):  # also a fleet whose state is damaged
+        state = load_state(paths)
     num_processes = _end_processes(paths)
     usual_places = [paths.default_fleet, paths.directory.parent.parent / "fleet.yaml"]
     for path in [state.fleet_path] if state else usual_places:

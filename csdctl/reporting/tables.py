@@ -26,6 +26,7 @@ from csdctl.reporting.privacy import describe_privacy
 from csdctl.reporting.results import COMPLETED, FAILED, RUNNING, RunResults, RunSummary
 from csdctl.reporting.series import BY_COMPUTE, BY_LINK, Bottleneck, find_bottleneck
 from csdctl.runs.ledger import STATED
+from csdctl.runs.stored_events import EVENTS_LOST
 from csdctl.tuning.plan import DATA_PARALLEL, SPLIT
 from csdctl.worker.protocol.events import MAX_STEPS
 from csdctl.worker.protocol.recipe import Recipe
@@ -73,7 +74,7 @@ def describe_result(summary: RunSummary) -> str:
     rate = f", {format_rate(summary.samples_per_s)} samples/s{ratio}" if summary.samples_per_s else ""
     loss = f", validation loss {format_loss(summary.best_validation_loss)}"
     best = f"; best: epoch {summary.best_epoch}{loss}, best.keras" * bool(summary.best_epoch)
-    done = format_count(summary.epochs, "epoch")
+    done = EVENTS_LOST if summary.reason == EVENTS_LOST else format_count(summary.epochs, "epoch")
     if summary.reason == MAX_STEPS:
         done = f"{format_count(summary.steps, 'step')} (--max-steps)"
     return f"{summary.state}: {done}{reached}{rate}{best}"
@@ -126,7 +127,7 @@ def _advise(run: RunResults, bottleneck: Bottleneck | None) -> str:
     if bottleneck and not expected.get(bottleneck.cause):
         node = run.series.nodes[bottleneck.rank] if bottleneck.rank is not None else ""
         return ADVICE[bottleneck.cause].replace("{node}", "the host" if node == HOST_NAME else node)
-    if predicted and not is_as_planned:  # the plan no longer fits
+    if predicted and summary.samples_per_s and not is_as_planned:  # the plan no longer fits
         reached = format_share(summary.samples_per_s / predicted)
         return f"Measure again with `csdctl tune`: the run reached {reached} of the predicted throughput."
     return f"Use the model: `csdctl predict {summary.run_id}`."
@@ -162,7 +163,8 @@ def describe_run(summary: RunSummary) -> list[tuple[str, str]]:
     lost = format_node_names(summary.lost_nodes)
     if unread := summary.num_private_unread:
         lost += f"; {unread:,} private samples were not read"
-    skipped = f"{summary.num_unreadable:,} lines were skipped: damaged, or of another version"
+    log = f"runs/{summary.run_id}/events.jsonl"
+    skipped = f"{summary.num_unreadable:,} lines of {log} were skipped: damaged, or of another version"
     num_changes = max(summary.num_tried, summary.num_rebalanced)  # earlier versions tried none
     changes = f"{format_count(num_changes, 'change')} of batch sizes tried, {summary.num_rebalanced} kept"
     left_out = format_node_names(summary.left_out)

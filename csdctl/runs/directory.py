@@ -7,6 +7,7 @@ import json
 import os
 import shlex
 import shutil
+import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -19,9 +20,9 @@ from csdctl.documents import check_values, load_json, open_log, save_json
 from csdctl.errors import InputError
 from csdctl.notify import Say, make_printable
 from csdctl.placement.equation1 import Placed
-from csdctl.runs.private import STATE_DIRECTORY, private_memory
+from csdctl.runs.private import STATE_DIRECTORY, check_directory, private_memory
 from csdctl.runs.stored_events import StoredEvents
-from csdctl.tuning.plan import DATA_PARALLEL, Plan
+from csdctl.tuning.plan import DATA_PARALLEL, UPDATE, Plan, check_schema
 from csdctl.worker.protocol.durable_files import make_directory, replacing
 from csdctl.worker.protocol.events import Event, Progress, WaitingFor, event_document
 from csdctl.worker.protocol.recipe import Noise
@@ -175,8 +176,9 @@ class ProjectDirectory:
         return run
 
     def run_ids(self) -> list[str]:
-        """Return the ids of all runs, the oldest first."""
-        if not self.runs.is_dir():
+        """Return the ids of all runs, the oldest first. Raises InputError, OSError."""
+        check_directory(self.runs)
+        if not self.runs.exists():
             return []
         return sorted(path.name for path in self.runs.iterdir() if path.is_dir())
 
@@ -242,6 +244,7 @@ class RunDirectory:
     def read_manifest(self) -> Manifest:
         """Read manifest.json. Raises InputError when it is missing, or its values do not belong together."""
         content = load_json(self.manifest, remedy=NEW_RUN)
+        check_schema(content, self.manifest, 1)
         return check_values(content, Manifest, str(self.manifest), remedy=NEW_RUN)
 
     def load_manifest(self) -> dict[str, Any]:
@@ -253,6 +256,11 @@ class RunDirectory:
     def read_events(self, nodes: Sequence[str]) -> StoredEvents:
         """Return the stored events of the run, whose ranks are on `nodes`."""
         return StoredEvents(self.events, nodes)
+
+
+def has_model(path: Path) -> bool:
+    """Return whether a saved model is at `path`, up to the end of its archive, or its weights alone."""
+    return (path.is_file() and zipfile.is_zipfile(path)) or path.with_suffix(".weights.h5").is_file()
 
 
 def find_run(
@@ -283,7 +291,8 @@ def skipping(run_id: str, say: Say) -> Iterator[None]:
         yield
     except (InputError, OSError) as error:
         problem = error.message if isinstance(error, InputError) else str(error)
-        remedy = f"mend it, or remove the run: csdctl runs rm {shlex.quote(run_id)}"
+        is_newer = getattr(error, "remedy", "") == UPDATE
+        remedy = UPDATE if is_newer else f"mend it, or remove the run: csdctl runs rm {shlex.quote(run_id)}"
         say(f"warning: {run_id} is skipped: {problem} ({remedy})")
 
 

@@ -15,9 +15,10 @@ from typing import Annotated
 
 from csdctl.documents import append_lines
 from csdctl.errors import InputError
-from csdctl.notify import Say
+from csdctl.notify import Say, warn
 from csdctl.runs.directory import ProjectDirectory, RunDirectory
 from csdctl.runs.stored_events import read_lines
+from csdctl.worker.protocol.disk_errors import describe_os_error
 from csdctl.worker.protocol.json_codec import Between, Count, ProtocolError, Seconds, ShortText, from_json
 
 MEASURED, STATED = "measured", "stated"
@@ -42,8 +43,8 @@ class LedgerEntry:
 class Ledger:
     """Collects the byte counts of one command and saves them at its end."""
 
-    def __init__(self, path: Path, command: str, say: Say | None = None) -> None:
-        """`say` tells of a last line that was cut, and in place of an error that `save` has failed."""
+    def __init__(self, path: Path, command: str, say: Say = warn) -> None:
+        """`say` tells of a last line that was cut, and that `save` has failed: no command ends for that."""
         self._path, self._say = path, say
         self._command = command
         self._bytes: Counter[tuple[str, str, str]] = Counter()
@@ -54,7 +55,7 @@ class Ledger:
         self._bytes.update(num_bytes)
 
     def save(self, num_bytes: Mapping[tuple[str, str, str], int] = {}) -> None:
-        """Append the collected counts, and `num_bytes`, to the file. Raises OSError and InputError."""
+        """Append the collected counts, and `num_bytes`, to the file."""
         self.add(num_bytes)
         now = round(time.time(), 3)
         lines = [
@@ -65,11 +66,10 @@ class Ledger:
         self._bytes.clear()
         if lines:
             try:
-                append_lines(self._path, "".join(lines).encode(), self._say or (lambda line: None))
+                append_lines(self._path, "".join(lines).encode(), self._say)
             except (OSError, InputError) as error:
-                if self._say is None:
-                    raise
-                self._say(f"warning: what {self._command} has sent is not recorded: {error}")
+                what = describe_os_error(error, self._path)[0] if isinstance(error, OSError) else str(error)
+                self._say(f"warning: what {self._command} has sent is not recorded: {what}")
 
 
 def record_traffic(directory: Path, command: str) -> Callable[[Mapping[tuple[str, str, str], int]], None]:
@@ -118,6 +118,9 @@ def append_power(run: RunDirectory, record: PowerRecord) -> None:
 
 def read_power(run: RunDirectory) -> Iterator[PowerRecord]:
     """Yield the records of a run. Lines that are none, such as one cut off, are left out."""
-    for line in read_lines(run.power):
-        with contextlib.suppress(ProtocolError):
-            yield from_json(PowerRecord, line.decode(errors="replace"))
+    try:
+        for line in read_lines(run.power):
+            with contextlib.suppress(ProtocolError):
+                yield from_json(PowerRecord, line.decode(errors="replace"))
+    except InputError as error:
+        warn(f"warning: {error.message}; the energy that it recorded is missing here")

@@ -11,8 +11,19 @@ STATE_DIRECTORY = ".csdctl"
 SHARED_MEMORY = Path("/dev/shm")
 
 
+def check_directory(directory: Path) -> None:
+    """Raise InputError if something else is in the place of `directory`, such as a link to nothing."""
+    if os.path.lexists(directory) and not directory.is_dir():
+        link = f", but a link to {directory.readlink()}" if directory.is_symlink() else ""
+        raise InputError(
+            f"{directory}, where csdctl keeps its files, is not a directory{link}",
+            remedy="mount or create what it links to, or remove the link" if link else "move that file away",
+        )
+
+
 def check_private(directory: Path) -> None:
     """Narrow `directory`, whose files csdctl trusts, to this user. Raises InputError if others may write."""
+    check_directory(directory)
     try:
         link, status, around = directory.lstat(), directory.stat(), directory.parent.stat()
     except FileNotFoundError:

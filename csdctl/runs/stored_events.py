@@ -16,6 +16,8 @@ from csdctl.errors import InputError
 from csdctl.worker.protocol.events import Event, check_event, event_from_document
 from csdctl.worker.protocol.json_codec import ProtocolError, parse_json, without_surrogates
 
+EVENTS_LOST = "events lost"
+"""The reason of a run whose csdctl recorded that it completed, although its events do not show that."""
 MAX_LINE_BYTES = 4 << 20
 """More than any event."""
 CHUNK_BYTES, MAX_DROPPED_BYTES = 1 << 18, 256 << 20
@@ -41,9 +43,8 @@ class StoredEvents:
     def with_times(self) -> Iterator[tuple[float, Event]]:
         """Yield the Unix time of arrival and the event. Raises InputError when there is no file."""
         if not os.path.lexists(self._path):
-            raise InputError(
-                f"run {self._path.parent.name} has no events", remedy="the run ended before training started"
-            )
+            problem = f"run {self._path.parent.name} has no events: {self._path} does not exist"
+            raise InputError(problem, remedy="it ended before training started, or restore the file")
         yield from self._read(read_lines(self._path))
 
     def skim(self) -> Iterator[tuple[float, Event]]:

@@ -456,8 +456,7 @@ def main() -> int:
             serve(json.loads(zlib.decompress(b"".join(read_input(int(sys.argv[1]))))))
         return 0
     except RefusedError as refused:
-        exit_code = 1 if sys.argv[1] == "lock" else 2
-        respond("error", message=str(refused), remedy=refused.remedy, exit_code=exit_code)
+        respond("error", message=str(refused), remedy=refused.remedy, exit_code=2)
     except BrokenPipeError:
         pass
     except OSError as error:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Final, Literal, Self
 import yaml
 from pydantic import AfterValidator, Field, PlainSerializer, model_validator, with_config
 
-from csdctl.documents import STRICT, Document, load_document
+from csdctl.documents import STRICT, Document, load_document, load_text, parse_yaml
 from csdctl.errors import InputError, option
 from csdctl.fleet.model import HOST_NAME
 from csdctl.fleet.names import NAME
@@ -29,6 +29,7 @@ HEADER = """\
 # Written by `csdctl tune`; `csdctl train` follows it. Batch sizes and threads may be edited:
 # the shards are computed from them (equation 1) when training starts.
 """
+UPDATE = "update this csdctl"
 MAX_BATCH_SIZE = 1 << 20
 MAX_THREADS = 1024
 
@@ -274,6 +275,14 @@ class Plan(Document):
         return self.prediction.samples_per_s_range if self.prediction else None
 
 
+def check_schema(content: object, path: Path, expected: int) -> None:
+    """Raise InputError if the content of `path` has a newer schema than `expected`."""
+    schema = isinstance(content, dict) and content.get("schema", content.get("schema_version"))
+    if type(schema) is int and schema > expected:
+        problem = f"{path} was written by a newer csdctl: received schema {schema}, expected {expected}"
+        raise InputError(problem, remedy=UPDATE)
+
+
 def save_plan(path: Path, plan: Plan) -> None:
     """Write the plan as YAML, atomically."""
     content = plan.model_dump(exclude_none=True)
@@ -282,8 +291,11 @@ def save_plan(path: Path, plan: Plan) -> None:
 
 
 def load_plan(path: Path) -> Plan:
-    """Read a plan. Raises InputError when it is missing or damaged."""
-    if not path.exists():
-        problem = f"there is no plan at {path}"
-        raise InputError(problem, remedy=f"run `csdctl tune` first, or train with {option('batch_size')}")
-    return load_document(path, Plan)
+    """Read a plan. Raises InputError when it is missing, damaged, or of a newer csdctl."""
+    remedy = f"run `csdctl tune` first, or train with {option('batch_size')}"
+    try:
+        return load_document(path, Plan, remedy=remedy)
+    except InputError:
+        if path.is_file():
+            check_schema(parse_yaml(load_text(path), str(path))[1], path, 1)
+        raise

@@ -18,6 +18,7 @@ from typing import Any
 
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.process.output import GuardedOutput, end_without_reader, exit_with_failure, print_line
+from csdctl.worker.protocol.disk_errors import describe_os_error
 from csdctl.worker.protocol.json_codec import (
     DATA,
     ERROR,
@@ -92,7 +93,10 @@ def _answer(function: str, request_type: str) -> int:
     if function == "compute.compile:compile_all":  # it needs Keras whatever the request
         _import("compute.backend:load_backend")()
     request = _read_request()
-    result = _import(function)(from_json(_import(request_type), request))
+    try:
+        result = _import(function)(from_json(_import(request_type), request))
+    except OSError as error:  # of csdctl's own files: a user's code raises a WorkerError
+        raise WorkerError(*describe_os_error(error)) from error
     print(f"\n{to_frame(RESULT, result or {})}", flush=True)  # a user's model may print too
     return 0
 
@@ -123,7 +127,8 @@ def _guard(action: str, answer: Callable[[GuardedOutput], object]) -> int:
         frame, code = _as_frame(error)
     except Exception as error:
         # The text of an unforeseen error may name a private file, and this line goes to the host.
-        frame, code = _as_frame(WorkerError(f"{action} failed: {type(error).__name__}"))
+        why = (isinstance(error, OSError) and error.strerror) or type(error).__name__
+        frame, code = _as_frame(WorkerError(f"{action} failed: {why}"))
     output.write_line(frame)
     return code
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import csdctl
-from csdctl.errors import CsdctlError, RemoteCommandError
+from csdctl.errors import CsdctlError, InputError
 from csdctl.facts.machine import CONDITION_FACTS, ClockTrip, build_command, parse_facts
 from csdctl.fleet.facts import Condition
 from csdctl.fleet.model import Fleet, Node
@@ -191,7 +191,7 @@ class TestStore:
         (home / OBJECTS).mkdir(mode=0o700, parents=True)
         place = home / f"{stored.path}.part" if name == "part" else home / ".csdctl" / name
         place.symlink_to(tmp_path / "victim")
-        with nullcontext() if name == "part" else pytest.raises(RemoteCommandError):
+        with nullcontext() if name == "part" else pytest.raises(CsdctlError):
             lock(home) if name == "lock" else send(home, stored)
         assert (tmp_path / "victim").read_text() == "precious"
         assert mode_of(tmp_path / "victim") & 0o044
@@ -203,7 +203,7 @@ class TestStore:
         (home / ".csdctl").mkdir(mode=0o700)
         (home / ".csdctl" / "lock").write_text("{}")
         give(home / ".csdctl" / "lock")
-        with pytest.raises(RemoteCommandError, match="belongs to another user"):
+        with pytest.raises(InputError, match="belongs to another user"):
             lock(home)
 
     @pytest.mark.attack(7)

@@ -4,14 +4,15 @@ import hashlib
 import json
 import math
 import os
+import zlib
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 
-from csdctl.worker.data.file_hash import hash_file, open_regular
-from csdctl.worker.process.errors import WorkerError
+from csdctl.worker.data.file_hash import REMEMBERED, chunk_bytes, hash_file, open_regular
+from csdctl.worker.process.errors import JobError, WorkerError
 from csdctl.worker.protocol.datasets import DatasetInfo
 from csdctl.worker.protocol.durable_files import replacing
 
@@ -21,6 +22,7 @@ OBJECTS = "it has Python objects, not numbers"
 MAX_HEADER_BYTES = 60_000
 """Room for about a thousand fields; a header of the first version can have 65,535."""
 PREPARE = "run `csdctl prepare`"
+RESTORE = f"{PREPARE}; if nobody has changed that file, check its disk, and restore your own data from a copy"
 
 
 def as_labels(labels: Array) -> Array:
@@ -89,13 +91,32 @@ class CheckedArray:
             remedy = f"{PREPARE}; public data `on: every-node` must be at the same path on this node"
             # It names no file, for a name can be private.
             raise WorkerError(f"the data set cannot be read: {why}", remedy=remedy) from None
+        self._unread = set(range(len(self._checksums)))  # chunks not yet compared with their checksums
+
+    def __getitem__(self, rows: Array) -> Array:
+        """Return the rows with these numbers, shape (n,). Raises JobError if the disk has damaged them."""
+        if self._unread:
+            self._compare(rows)
+        selected: Array = self.array[rows]
+        return selected
 
     def check(self) -> None:
-        """Raise WorkerError if the file is not the one that was prepared. Fast if nobody touched it."""
-        sha256 = hash_file(self._file, self._path)
+        """Raise JobError if the file is not the one that was prepared. Fast if nobody touched it."""
+        sha256, self._checksums = hash_file(self._file, self._path)
         if sha256 != self._sha256:
             hashes = f"expected SHA-256 {self._sha256 or 'of nothing'}, found {sha256}"
-            raise WorkerError(f"{self._path} is not what was prepared: {hashes}", remedy=PREPARE)
+            raise JobError(f"{self._path} is not what was prepared: {hashes}", remedy=RESTORE)
+
+    def _compare(self, rows: Array) -> None:
+        """Compare the chunks that have `rows` with their checksums, each once."""
+        size, row_bytes = chunk_bytes(os.fstat(self._file.fileno()).st_size), self.array[:1].nbytes
+        starts = (getattr(self.array, "offset", 0) + rows * row_bytes).tolist()  # none: it has no bytes
+        touched = {n for start in starts for n in range(start // size, -(-(start + row_bytes) // size))}
+        for number in self._unread & touched if self.array.flags.c_contiguous else {*self._unread}:
+            if zlib.crc32(os.pread(self._file.fileno(), size, number * size)) != self._checksums[number]:
+                REMEMBERED.unlink(missing_ok=True)
+                self.check()  # now the whole file is read
+            self._unread.discard(number)
 
 
 def map_file(file: IO[bytes]) -> Array:

@@ -1,7 +1,8 @@
 """The SHA-256 of data files, computed again only when a file may have changed.
 
 Hashing reads whole files, so hashes are remembered with the state of the files, in a file that only this user
-can write.
+can write. A disk may damage a file that nobody changes. So checksums of its chunks are remembered, too, with
+which readers compare what they get.
 """
 
 import hashlib
@@ -10,6 +11,7 @@ import os
 import re
 import stat
 import time
+import zlib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from io import BufferedReader
@@ -23,7 +25,8 @@ from csdctl.worker.protocol.file_state import file_state
 
 REMEMBERED = Path(".csdctl/hashes.json")
 """Relative to the session's home; nothing is remembered where csdctl has no directory."""
-MAX_ENTRIES = 1000
+MAX_ENTRIES, MAX_BYTES = 1000, 64 << 20
+MIN_CHUNK_BYTES, MAX_CHUNKS = 1 << 20, 1 << 16
 TICK_S = 0.05
 """Two changes within one tick of the clock may get the same ctime: longer than any kernel's tick."""
 COARSE_TICK_S = 2.0
@@ -41,28 +44,39 @@ def open_regular(path: str | Path) -> BufferedReader:
     return file
 
 
-def hash_file(file: BufferedReader, name: str, remembered: Path = REMEMBERED) -> str:
-    """Return the SHA-256 of an open file, `name` in messages. Raises WorkerError if it changes meanwhile."""
-    state = file_state(os.fstat(file.fileno()))
+def chunk_bytes(file_bytes: int) -> int:
+    """Return the bytes of each chunk of a file but the last, which may have fewer."""
+    return max(MIN_CHUNK_BYTES, -(-file_bytes // MAX_CHUNKS))
 
-    def compute() -> str:
+
+def hash_file(file: BufferedReader, name: str, remembered: Path = REMEMBERED) -> tuple[str, list[int]]:
+    """Return the SHA-256 of an open file, and the CRC-32 of each chunk. Raises WorkerError if it changes."""
+    state = file_state(os.fstat(file.fileno()))
+    size = chunk_bytes(state[2])
+
+    def compute() -> tuple[str, list[int]]:
         file.seek(0)
-        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+        digest, checksums = hashlib.sha256(), []
+        while chunk := file.read(size):
+            digest.update(chunk)
+            checksums.append(zlib.crc32(chunk))
         if file_state(os.fstat(file.fileno())) != state:
             raise WorkerError(f"{name} was changed while it was read", remedy="run `csdctl prepare`")
-        return sha256
+        return digest.hexdigest(), checksums
 
-    return remember(f"{state[0]}:{state[1]}", state[2:], state[-1], compute, remembered)
+    key = f"{state[0]}:{state[1]}"
+    hashes: tuple[str, list[int]] = remember(key, (*state[2:], size), state[-1], compute, remembered)
+    return hashes
 
 
 def remember(
-    key: str, state: Sequence[Any], ctime_ns: int, compute: Callable[[], str], remembered: Path = REMEMBERED
-) -> str:
+    key: str, state: Sequence[Any], ctime_ns: int, compute: Callable[[], Any], remembered: Path = REMEMBERED
+) -> Any:
     """Return what `compute` returned when `key` had this `state`, or returns now. `ctime_ns`: the newest."""
     entries = _load(remembered)
     entry = entries.pop(key, None)
     if entry and entry[:-1] == [*state]:
-        return str(entry[-1])
+        return entry[-1]
     tick_s = TICK_S if ctime_ns % 1_000_000_000 else COARSE_TICK_S
     time.sleep(min(max(0.0, tick_s - (time.time() - ctime_ns / 1e9)), tick_s))
     result = compute()
@@ -80,7 +94,7 @@ def check_stored(path: str) -> None:
         return
     try:
         with open_regular(path) as file:
-            sha256 = hash_file(file, path)
+            sha256, _ = hash_file(file, path)
     except (OSError, ValueError) as error:
         raise WorkerError(f"{path} cannot be read: {error}", remedy="run `csdctl deploy`") from None
     if sha256 != stated[0]:
@@ -92,7 +106,7 @@ def _load(path: Path) -> dict[str, list[Any]]:
     """Return the remembered hashes. None if another user could have written them, or the file is damaged."""
     try:
         with os.fdopen(open_private(path), "rb") as file:
-            content = json.loads(file.read(1 << 20))
+            content = json.loads(file.read(MAX_BYTES))
     except (OSError, ValueError, RecursionError):
         return {}
     entries = content.items() if isinstance(content, dict) else ()

@@ -34,9 +34,8 @@ class PreparedSamples:
     def __init__(self, part: DatasetSlice) -> None:
         """Raise WorkerError if the files cannot be read, or are not those that were prepared."""
         parts = (part.images, part.images_sha256), (part.labels, part.labels_sha256)
-        self._files = [CheckedArray(path, digest) for path, digest in parts]
-        self._samples, self._labels = (file.array for file in self._files)
-        self._num_distinct, self._num_views = len(self._samples) // part.num_views, part.num_views
+        self._files = self._samples, self._labels = tuple(CheckedArray(*file) for file in parts)
+        self._num_distinct, self._num_views = len(self._samples.array) // part.num_views, part.num_views
         self._rows = rows_of(part, self._num_distinct)
         self._first_row = 0
 

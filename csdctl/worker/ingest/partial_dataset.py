@@ -281,9 +281,8 @@ class PartialDataset:
 def hash_arrays(info: DatasetInfo, directory: Path) -> DatasetInfo:
     """Return `info` with the hashes of the arrays in `directory`. Raises OSError, ValueError, WorkerError."""
     with open_regular(directory / ARRAYS[0]) as images, open_regular(directory / ARRAYS[1]) as labels:
-        return replace(
-            info, images_sha256=hash_file(images, ARRAYS[0]), labels_sha256=hash_file(labels, ARRAYS[1])
-        )
+        (of_images, _), (of_labels, _) = hash_file(images, ARRAYS[0]), hash_file(labels, ARRAYS[1])
+        return replace(info, images_sha256=of_images, labels_sha256=of_labels)
 
 
 def find_stored(

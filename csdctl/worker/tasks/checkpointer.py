@@ -8,7 +8,6 @@ of other servers write a step file, too. From it, csdctl can resume the run ther
 """
 
 import contextlib
-import errno
 import fnmatch
 import io
 import itertools
@@ -30,8 +29,9 @@ from csdctl.worker.data.arrays import Array, read_array_header, save_arrays
 from csdctl.worker.data.file_hash import open_regular
 from csdctl.worker.data.schedule import OwnSamples
 from csdctl.worker.engine.step import StepEngine
-from csdctl.worker.process.errors import WorkerError, describe
+from csdctl.worker.process.errors import JobError, WorkerError, describe
 from csdctl.worker.process.files import DAMAGED_ARCHIVE, BoundedFile, open_private
+from csdctl.worker.protocol.disk_errors import describe_os_error
 from csdctl.worker.protocol.durable_files import save_text
 from csdctl.worker.protocol.events import CheckpointSaved, Warned
 from csdctl.worker.protocol.json_codec import to_json
@@ -239,6 +239,7 @@ class Checkpointer:
         paths = [Path(spec.step_file), output / KEPT_STEP_FILE] if spec.step_file else []
         self._step_files = [StepFile(path, step.values) for path in paths]
         self._can_write = bool(self._step_files)
+        self._is_failing = False  # the latest checkpoint
         self._cost_s = 0.0
         self._written_at = self._checkpointed_at = time.monotonic()
         self.position = self._restore()
@@ -265,7 +266,8 @@ class Checkpointer:
         try:
             self._step_files[0].write(self._step.values, position)
         except OSError as error:  # there are checkpoints
-            print(f"no step file: {error}", flush=True)
+            problem, remedy = describe_os_error(error, self._step_files[0].path)
+            self._reporter.emit(Warned, f"only checkpoints are kept: {problem}", remedy)
             self._can_write = False
         self._written_at = time.monotonic()
         self._cost_s = self._written_at - began
@@ -280,9 +282,14 @@ class Checkpointer:
             self.write_step_file(position)
             if not self._can_write:
                 raise self._as_failure(self._checkpoints.directory, error) from None
-            print(f"no checkpoint: {error}", flush=True)
+            if not self._is_failing:  # said once, until there is a checkpoint again
+                problem, remedy = describe_os_error(error, self._checkpoints.directory)
+                kept = "training continues, with its state in memory alone, which a reboot clears"
+                self._reporter.emit(Warned, f"no checkpoint: {problem}; {kept}", remedy)
+            self._is_failing = True
             self._checkpointed_at = time.monotonic()
             return
+        self._is_failing = False
         self._checkpointed_at = time.monotonic()
         self._reporter.emit(CheckpointSaved, position.epoch, position.total_steps, str(path), is_best)
 
@@ -295,9 +302,9 @@ class Checkpointer:
             raise self._as_failure(path, error) from None
 
     def _as_failure(self, path: Path, error: OSError) -> WorkerError:
-        remedy = "free disk space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else f"make {path} writable"
-        resume = f"then continue the run: csdctl train --resume {self._spec.run_id}"
-        return WorkerError(f"cannot write {path}: {error.strerror or error}", f"{remedy}, {resume}")
+        problem, remedy = describe_os_error(error, path)
+        resume = f"continue the run: csdctl train --resume {self._spec.run_id}"
+        return WorkerError(problem, f"{remedy}, then {resume}" if remedy else resume)
 
     def save_last_good(self) -> bool:
         """Save the model of the newest checkpoint, if there is one. Return whether there is."""
@@ -319,7 +326,7 @@ class Checkpointer:
             return position
         if problems:  # to begin again would throw away what was trained
             problem = f"no checkpoint of this run can be used: they are damaged: {'; '.join(problems)}"
-            raise WorkerError(problem, remedy="restore one from a copy, or start a new run")
+            raise JobError(problem, remedy="restore one from a copy, or start a new run")
         return None
 
     def _step_states(self, problems: list[str]) -> Iterator[Array]:
@@ -340,6 +347,9 @@ class Checkpointer:
     def _possible(self, states: Iterable[Array], problems: list[str]) -> Iterator[tuple[Position, Array]]:
         for state in states:
             try:
-                yield position_of(state, self._samples), state
+                position = position_of(state, self._samples)
+                if position.run_id not in ("", self._spec.run_id):  # earlier versions have not stored it
+                    raise WorkerError(f"the saved state is of run {position.run_id}")
+                yield position, state
             except WorkerError as error:
                 problems.append(error.message)

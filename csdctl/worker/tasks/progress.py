@@ -77,6 +77,8 @@ class Position:
     totals: EpochTotals = EpochTotals()
     callbacks: CallbackState = CallbackState()
     schema: int = SCHEMA
+    run_id: str = ""
+    """Of the run that is at this position."""
 
 
 def pack(values: Sequence[Array], position: Position, out: Array | None = None) -> Array:
@@ -181,7 +183,7 @@ class RunProgress:
         """The samples of each rank of the run."""
         self._weights = [rank.weight for rank in spec.ranks]
         sizes = {str(rank.rank): rank.batch_size for rank in spec.ranks}
-        self.position = Position(1, 0, 0, None, sizes)
+        self.position = Position(1, 0, 0, None, sizes, run_id=spec.run_id)
 
     @property
     def segment(self) -> Segment:

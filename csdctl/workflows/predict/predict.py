@@ -27,8 +27,9 @@ from csdctl.errors import CsdctlError, InputError, PartialError, RemoteCommandEr
 from csdctl.fleet.model import HOST_NAME, Fleet
 from csdctl.job.compatibility import LOGITS, plain_name, show_shape
 from csdctl.job.model import Job, check_keras_file, load_job
+from csdctl.notify import warn
 from csdctl.reporting.results import COMPLETED, FAILED, load_run_status, read_results
-from csdctl.runs.directory import ProjectDirectory, RunDirectory
+from csdctl.runs.directory import ProjectDirectory, RunDirectory, find_run, has_model
 from csdctl.shipping.worker_calls import fetch_results
 from csdctl.transport.many import Outcome, errors_of, run_on_all, values_or_raise
 from csdctl.transport.meter import TrafficClass
@@ -197,21 +198,21 @@ def find_model(
             )
         check_keras_file(path)
         return path, job or DEFAULT_JOB, {}
-    run = project.find_run(model)
+    run = find_run(project, model, warn)
     if run.model.with_suffix(".weights.h5").is_file():
         raise InputError(
             f"run {run.run_id} has saved weights alone, because its model has no get_config",
             remedy=f'in Python: csdctl.load_run("{run.run_id}").model().predict(…)',
         )
-    if not run.model.is_file():
+    if not has_model(run.model):
         reason, remedy = "it has not finished", "use another run"
         with suppress(InputError):
             status = load_run_status(run)
             if status.state == COMPLETED:
-                reason = "it has completed, but the file is gone"
+                reason = f"it has completed, but the file is {'damaged' if run.model.exists() else 'gone'}"
             elif status.state == FAILED:
                 reason = f"it failed: {read_results(run).summary.failures[0]}"
-        if runs := [name for name in project.run_ids() if RunDirectory(project.runs / name).model.is_file()]:
+        if runs := [name for name in project.run_ids() if has_model(RunDirectory(project.runs / name).model)]:
             remedy = f"use the latest run with a model: {runs[-1]}"
         raise InputError(
             f"run {run.run_id} has no model.keras: {reason}",

@@ -10,11 +10,11 @@ from csdctl.documents import check_output
 from csdctl.notify import Say, make_printable
 from csdctl.reporting.page import render_page
 from csdctl.reporting.privacy import Flow, Privacy, add_flows, count_passes, list_readers, measure_privacy
-from csdctl.reporting.results import RUNNING, RunResults, read_results
+from csdctl.reporting.results import RunResults, read_results
 from csdctl.runs.directory import ProjectDirectory, RunDirectory
 from csdctl.runs.ledger import read_ledger
 from csdctl.worker.protocol.durable_files import save_text
-from csdctl.workflows.runs.manage import process_of
+from csdctl.workflows.runs.manage import as_process_says
 
 
 def render_csv(runs: Sequence[RunResults]) -> str:
@@ -41,9 +41,7 @@ def _protect_cell(name: str) -> str:
 def report(run: RunDirectory) -> RunResults:
     """Add up a run. Raises InputError for one without events."""
     results = read_results(run)
-    if not process_of(run).is_running:
-        return results
-    return replace(results, summary=replace(results.summary, state=RUNNING))
+    return replace(results, summary=as_process_says(run, results.summary))
 
 
 def write_files(

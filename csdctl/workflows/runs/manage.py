@@ -16,20 +16,24 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TextIO
+from typing import TextIO, TypeVar
 
 from csdctl.documents import load_json
 from csdctl.errors import CsdctlError, DeadlineError, ExitCode, InputError, RunError
 from csdctl.launch.leftovers import is_elsewhere, is_gone, is_held, read_holder, show_holder
 from csdctl.notify import DATED, DETACHED, Say
 from csdctl.placement.equation1 import steps_per_epoch
+from csdctl.reporting import results
 from csdctl.reporting.results import RUNNING, RunStatus, load_run_status
 from csdctl.runs.directory import LATEST, ProjectDirectory, RunDirectory, find_run, skipping
+from csdctl.runs.private import check_directory
+from csdctl.runs.stored_events import EVENTS_LOST
 from csdctl.worker.protocol.durable_files import make_directory
 from csdctl.worker.protocol.events import Event
 from csdctl.workflows.train.resume import load_spec
 from csdctl.workflows.workspace.event_stream import RunStarted
 
+StatusT = TypeVar("StatusT", RunStatus, results.RunSummary)
 POLL_S = 0.2
 """Seconds between two looks at a run's process."""
 OWN = "csdctl"
@@ -55,10 +59,12 @@ def process_of(run: RunDirectory) -> RunProcess:
     holder: Mapping[str, object] = {}
     with suppress(InputError):
         holder = read_holder(load_json(run.process))
-    pid, is_alive = holder.get("pid"), bool(holder) and not is_gone(holder)
-    return RunProcess(
-        holder, pid if isinstance(pid, int) else None, is_alive, is_alive and "ended" not in holder
-    )
+    pid = holder.get("pid")
+    if not isinstance(pid, int) or is_gone(holder):
+        return RunProcess(holder, None, is_alive=False, is_running=False)
+    # The directory may be a copy, or come from others: another process may have this id here.
+    is_at_work = "ended" not in holder and (is_elsewhere(holder) or is_held(run.path, pid))
+    return RunProcess(holder, pid, is_alive=True, is_running=is_at_work)
 
 
 def interrupt(run: RunDirectory) -> None:
@@ -67,20 +73,15 @@ def interrupt(run: RunDirectory) -> None:
     if not process.is_running or process.pid is None:
         raise InputError(f"run {run.run_id} is not running", remedy="csdctl runs list shows the runs' states")
     if is_elsewhere(process.holder):
-        raise InputError(
-            f"run {run.run_id} is trained by {show_holder(process.holder)}", remedy="stop it on that machine"
-        )
+        problem = f"run {run.run_id} is trained by {show_holder(process.holder)}"
+        remedy = f"stop it on that machine; if it has ended there, remove {run.process}"
+        raise InputError(problem, remedy=remedy)
     try:
         # Whatever gets the process id next cannot be signalled through the handle.
         handle = os.pidfd_open(process.pid)
     except ProcessLookupError:
         raise InputError(f"run {run.run_id} has ended") from None
     try:
-        if not is_held(run.path, process.pid):  # the directory may be a copy, or come from others
-            raise InputError(
-                f"process {process.pid}, which {run.process} names, does not train run {run.run_id}",
-                remedy=f"if no csdctl trains it, remove {run.process}",
-            )
         if process_of(run).is_running:
             signal.pidfd_send_signal(handle, _stopping_signal(process.pid))
     except ProcessLookupError:
@@ -118,8 +119,18 @@ def list_runs(project: ProjectDirectory, say: Say) -> list[RunStatus]:
 
 def look_at(run: RunDirectory) -> RunStatus:
     """Return what `run` has come to. Its state is RUNNING while its csdctl is at work."""
-    status = load_run_status(run)
-    return replace(status, state=RUNNING) if process_of(run).is_running else status
+    return as_process_says(run, load_run_status(run))
+
+
+def as_process_says(run: RunDirectory, status: StatusT) -> StatusT:
+    """Return the status of `run` by its events, corrected by what its csdctl has recorded about itself."""
+    process = process_of(run)
+    if process.is_running:
+        return replace(status, state=RUNNING)
+    is_unfinished = status.state in (results.INTERRUPTED, results.FAILED)
+    if is_unfinished and "ended" in process.holder and not results.read_end(run)[0]:  # without an error
+        return replace(status, state=results.COMPLETED, reason=EVENTS_LOST)
+    return status
 
 
 def stop_run(project: ProjectDirectory, run_id: str | None, deadline_s: float, say: Say) -> RunStatus:
@@ -203,6 +214,7 @@ def find_logs(run: RunDirectory, which: str | None) -> list[Path]:
         names = run.read_manifest().nodes
     except InputError:
         names = [f"rank-{number}" for number, _ in enumerate(run.logs.glob("rank-*.log"))]
+    check_directory(run.logs)
     logs = {OWN: run.own_log, **{node: run.rank_log(number) for number, node in enumerate(names)}}
     logs = {name: path for name, path in logs.items() if path.is_file()}
     if which is None:

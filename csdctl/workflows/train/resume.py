@@ -13,16 +13,18 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from csdctl.documents import MAX_JSON_BYTES, load_text
+from csdctl.documents import MAX_JSON_BYTES, load_text, parse_json_document
 from csdctl.errors import InputError
 from csdctl.fleet.model import HOST_NAME, Fleet
 from csdctl.job.model import Job
 from csdctl.notify import Say
+from csdctl.reporting.results import read_end
 from csdctl.runs import directory
 from csdctl.runs.directory import NEW_RUN, Manifest, ProjectDirectory, RunDirectory
+from csdctl.tuning.plan import check_schema
 from csdctl.worker.protocol.durable_files import make_directory, save_text
 from csdctl.worker.protocol.events import EARLY_STOPPING, CheckpointSaved, Finished, Joined
-from csdctl.worker.protocol.json_codec import ProtocolError, from_json, to_json
+from csdctl.worker.protocol.json_codec import SCHEMA, ProtocolError, from_json, to_json
 from csdctl.worker.protocol.recipe import Noise
 from csdctl.worker.protocol.run_spec import COPIES, DatasetSlice, RunSpec
 from csdctl.workflows.data.files import whole
@@ -58,7 +60,7 @@ def find_resumable(project: ProjectDirectory, run_id: str, job: Job, fleet: Flee
 def is_complete(run: RunDirectory, job: Job) -> bool:
     """Return whether nothing is left to do: early stopping ended the run, or all epochs are done.
 
-    A run that has lost its model after all epochs saves it again from its state.
+    A run that has lost its model saves it again from its state.
     Raises InputError for a run that has saved its state, and has none left: it would begin again.
     """
     last: Joined | Finished | None = None
@@ -68,9 +70,10 @@ def is_complete(run: RunDirectory, job: Job) -> bool:
         has_saved |= isinstance(event, CheckpointSaved)
         if event.rank == 0 and isinstance(event, Joined | Finished):
             last = event
-    is_at_end = isinstance(last, Finished) and last.epochs >= job.recipe.epochs and not last.reason
-    has_model = run.model.is_file() or run.model.with_suffix(".weights.h5").is_file()
-    if (is_at_end and has_model) or (isinstance(last, Finished) and last.reason == EARLY_STOPPING):
+    is_over = isinstance(last, Finished) and (
+        last.reason == EARLY_STOPPING or (last.epochs >= job.recipe.epochs and not last.reason)
+    )
+    if is_over and directory.has_model(run.model) and not read_end(run)[0]:
         return True
     step_file = ProjectDirectory(run.path.parents[2]).step_file(run)
     states = run.kept_step_file, step_file, *run.path.glob("checkpoints/*.npz")
@@ -146,8 +149,10 @@ def _frozen_part(spec: RunSpec) -> tuple[str, ...]:
 
 def load_spec(run: RunDirectory) -> RunSpec:
     """Read spec.json. Raises InputError for one that is damaged, or of another version."""
+    text = load_text(run.spec, max_bytes=MAX_JSON_BYTES, remedy=NEW_RUN)
+    check_schema(parse_json_document(text, str(run.spec), remedy=NEW_RUN), run.spec, SCHEMA)
     try:
-        return from_json(RunSpec, load_text(run.spec, max_bytes=MAX_JSON_BYTES, remedy=NEW_RUN))
+        return from_json(RunSpec, text)
     except ProtocolError as error:
         raise InputError(f"{run.spec}: {error}", remedy=NEW_RUN) from None
 

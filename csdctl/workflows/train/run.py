@@ -28,6 +28,7 @@ from csdctl.launch.leftovers import describe_holder
 from csdctl.placement.equation1 import steps_per_epoch
 from csdctl.reporting.results import COMPLETED, FAILED, STOPPED, RunSummary, read_results
 from csdctl.runs.directory import EventLog, RunDirectory, keep_step_file
+from csdctl.runs.private import check_directory
 from csdctl.shipping.deliver import deliver, pack_payload
 from csdctl.shipping.store import store_bytes
 from csdctl.supervision import event_callbacks, run_setup, supervisor
@@ -50,6 +51,7 @@ from csdctl.workflows.workspace.workspace import Workspace
 
 def record_process(run: RunDirectory, space: Workspace) -> None:
     """Record that this process trains `run` and, once the machines are unlocked, how that ended."""
+    check_directory(run.logs)
     holder = describe_holder("train", space.project.root)
     held = os.open(run.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)  # tells this process from others
     space.after.callback(os.close, held)

@@ -21,7 +21,7 @@ from csdctl.fleet.fleet_file import load_fleet
 from csdctl.fleet.model import HOST_NAME, Fleet, keep_nodes, select_nodes
 from csdctl.fleet.names import format_node_names
 from csdctl.launch.leftovers import CleanupOptions, Leftovers, clean_machine, lock_machines, raise_if_locked
-from csdctl.notify import Say
+from csdctl.notify import Say, warn
 from csdctl.reporting.numbers import format_count
 from csdctl.runs.directory import ProjectDirectory
 from csdctl.runs.ledger import Ledger
@@ -31,6 +31,7 @@ from csdctl.transport.many import open_sessions, run_on_all, values_or_raise
 from csdctl.transport.program import AnswerLimits
 from csdctl.transport.session import Session
 from csdctl.worker.protocol.datasets import PrepareProgress
+from csdctl.worker.protocol.disk_errors import describe_os_error
 from csdctl.worker.protocol.limits import RAISE, judge_limits, own_limits
 
 
@@ -226,13 +227,19 @@ def load_failed(path: Path) -> str:
 def record_failed(
     project: ProjectDirectory, command: str, machines: Sequence[str], failed: Mapping[str, CsdctlError]
 ) -> None:
-    """Save where a command that ran on `machines` failed. Where it succeeded, change only its own list."""
+    """Save where a command on `machines` failed, or warn. Where it succeeded, change only its own list."""
     listed = {name: {"message": error.message, "remedy": error.remedy} for name, error in failed.items()}
     earlier = load_kept(project.failed, dict[str, Any]) or {}
-    if not failed and earlier.get("command") == command:
-        listed = {name: error for name, error in earlier["failed"].items() if name not in machines}
+    before = earlier.get("failed")
+    if not failed and earlier.get("command") == command and isinstance(before, dict):
+        listed = {name: error for name, error in before.items() if name not in machines}
     if failed or earlier.get("command") == command:
-        save_json(project.failed, {"schema": "csdctl.failed/1", "command": command, "failed": listed})
+        content = {"schema": "csdctl.failed/1", "command": command, "failed": listed}
+        try:
+            save_json(project.failed, content)
+        except OSError as error:  # it must not hide what the command has done
+            problem = describe_os_error(error, project.failed)[0]
+            warn(f"warning: where {command} failed is not recorded: {problem}")
 
 
 def conclude(

@@ -66,6 +66,9 @@ def run_failing(
         (errors.DeadlineError("x"), 5),
         (errors.RunError("x"), 1),
         (OSError(errno.ENOSPC, "No space left"), 1),
+        (OSError(errno.EROFS, "Read-only file system"), 1),
+        (PermissionError(errno.EACCES, "Permission denied"), 2),
+        (NotADirectoryError(errno.ENOTDIR, "Not a directory"), 2),
         (BrokenPipeError(), 1),
         (RuntimeError("x"), 1),
         (typer.Abort(), 130),
@@ -76,6 +79,24 @@ def test_each_kind_of_error_has_its_exit_code(
     monkeypatch: pytest.MonkeyPatch, error: Exception, code: int
 ) -> None:
     assert run_failing(monkeypatch, error)[0] == code
+
+
+@pytest.mark.fault(25)
+@pytest.mark.parametrize(
+    ("number", "what"),
+    [
+        (errno.ENOSPC, "cannot write {}: no space left on device\n  → free space on {},"),
+        (errno.EROFS, "cannot write {}: read-only file system\n  → mount {} read-write"),
+        (errno.EACCES, "cannot access {}: permission denied\n  → fix the permissions"),
+    ],
+)
+def test_error_of_a_disk_names_file_and_disk_and_what_is_kept(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, number: int, what: str
+) -> None:
+    path, disk = tmp_path / "missing" / "file", next(filter(os.path.ismount, tmp_path.parents))
+    _, _, stderr = run_failing(monkeypatch, OSError(number, os.strerror(number), str(path)))
+    assert stderr.startswith(f"error: {what.format(path, disk)}")
+    assert "then repeat the command: files that it has not finished are as before" in stderr
 
 
 def test_error_names_its_node_and_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,11 +7,13 @@ from csdctl.emulation.fleet import (
     FleetPaths,
     FleetState,
     NodeState,
+    fleet_status,
     load_state,
     remove_fleet,
     save_fleet_file,
     save_state,
     start_fleet,
+    stop_fleet,
 )
 from csdctl.errors import InputError
 from csdctl.fleet.fleet_file import load_fleet
@@ -34,9 +36,25 @@ def test_state_round_trips(paths: FleetPaths, state: FleetState) -> None:
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"schema": 99}', '{"schema": 1, "nodes": 3}'])
-def test_unusable_state_counts_as_lost(paths: FleetPaths, content: str) -> None:
-    paths.directory.mkdir(parents=True)
+def test_fleet_whose_state_is_damaged_keeps_the_files_of_its_nodes_until_it_is_removed(
+    paths: FleetPaths, content: str
+) -> None:
+    data = paths.node("csd0") / "home" / "private" / "labels.npy"
+    data.parent.mkdir(parents=True)
+    data.touch()
+    paths.marker.touch()
     paths.state.write_text(content)
+    for use in (
+        lambda: start_fleet(paths.directory, EmulatedSpec((0.5,))),
+        lambda: stop_fleet(paths.directory, keep=True),
+        lambda: fleet_status(paths.directory),
+    ):
+        with pytest.raises(InputError, match=f"{paths.state}") as raised:
+            use()
+        assert raised.value.remedy == "remove the fleet with all files of its nodes: `csdctl emulate down`"
+    assert data.exists()
+    stop_fleet(paths.directory)
+    assert not paths.directory.exists()
     assert load_state(paths) is None
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from csdctl.errors import ExitCode, RemoteCommandError
+from csdctl.errors import ExitCode, InputError
 from csdctl.fleet.model import Fleet, Node
 from csdctl.launch.leftovers import (
     CleanupOptions,
@@ -61,7 +61,7 @@ def test_lock_that_is_no_file_is_named_with_its_remedy(
     (tmp_path / ".csdctl").mkdir()
     path = tmp_path / ".csdctl" / "lock"
     {"pipe": os.mkfifo, "directory": os.mkdir, "link": lambda path: path.symlink_to("other")}[kind](path)
-    with pytest.raises(RemoteCommandError) as caught:
+    with pytest.raises(InputError) as caught:
         lock(session, tmp_path).__enter__()
     assert str(caught.value) == f"csd0: {path} is not a regular file\n  → remove it"
 

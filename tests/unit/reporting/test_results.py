@@ -169,8 +169,9 @@ def test_lines_that_are_not_known_are_counted_and_said(tmp_path: Path) -> None:
     assert load_run_status(run).state == COMPLETED
     result = read_results(run)
     assert (result.summary.state, result.summary.epochs, result.summary.steps) == ("completed", 2, 20)
-    assert dict(describe_run(result.summary))["events"].startswith("2 lines were skipped: damaged, or of an")
-    assert "2 lines were skipped" in render_page([result])
+    skipped = f"2 lines of runs/{run.run_id}/events.jsonl were skipped: damaged, or of another version"
+    assert dict(describe_run(result.summary))["events"] == skipped
+    assert skipped in render_page([result])
 
 
 LOST: list[Event] = [

@@ -168,7 +168,7 @@ class TestEvents:
         assert list(run.read_events(NODES)) == EVENTS[1:3]
 
     def test_run_without_events_is_an_error(self, run: RunDirectory) -> None:
-        with pytest.raises(InputError, match=f"run {run.run_id} has no events"):
+        with pytest.raises(InputError, match=f"run {run.run_id} has no events: {run.events} does not exist"):
             list(run.read_events(NODES))
 
 
@@ -176,7 +176,8 @@ class TestEditedManifest:
     @pytest.mark.parametrize(
         ("path", "value", "problem"),
         [
-            ("schema", 2, "`schema`"),
+            ("schema", 0, "`schema`"),
+            ("schema", 2, "was written by a newer csdctl: received schema 2, expected 1"),
             ("plan", None, "`plan`"),
             ("plan.ranks.1.batch_size", 10**12, "`plan.ranks.1.batch_size`: .*less than or equal to 1048576"),
             ("plan.ranks.0.node", "csd1", "`plan.ranks`: .*first rank is not `host`"),

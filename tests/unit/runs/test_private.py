@@ -2,11 +2,14 @@
 
 import fnmatch
 import os
+import shutil
 import stat
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from csdctl.errors import InputError
 from csdctl.runs.directory import ProjectDirectory, keep_step_file
 from csdctl.runs.private import check_private
 from csdctl.standalone.leftovers import step_files
@@ -19,6 +22,33 @@ def test_directory_that_others_may_enter_is_narrowed(tmp_path: Path, mode: int) 
     directory.chmod(mode)
     check_private(directory)
     assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize(
+    ("make", "message", "remedy"),
+    [
+        (Path.touch, "is not a directory\n", "move that file away"),
+        (lambda path: path.symlink_to("/missing"), "is not a directory, but a link to /missing", "mount or"),
+    ],
+)
+def test_what_is_no_directory_is_named(
+    tmp_path: Path, make: Callable[[Path], None], message: str, remedy: str
+) -> None:
+    """Nothing below it can be found, which must not look like a project without runs."""
+    project = ProjectDirectory(tmp_path)
+    project.state.mkdir()
+    make(project.runs)
+    with pytest.raises(
+        InputError, match=f"{project.runs}, where csdctl keeps its files, {message}"
+    ) as raised:
+        project.run_ids()
+    assert raised.value.remedy.startswith(remedy)
+    shutil.rmtree(project.state)
+    make(project.state)
+    with pytest.raises(InputError, match=f"{project.state}, where csdctl keeps its files, {message}"):
+        check_private(project.state)
+    project.state.unlink()
+    assert project.run_ids() == []
 
 
 @pytest.fixture

@@ -45,6 +45,15 @@ def test_plan_is_read_back_as_it_was_saved_and_a_missing_one_is_an_error(path: P
     assert str(path) in raised.value.message
 
 
+def test_plan_of_a_newer_csdctl_is_said_to_be_so(path: Path) -> None:
+    path.write_text(path.read_text().replace("schema_version: 1", "schema_version: 2"))
+    with pytest.raises(
+        InputError, match=f"{path} was written by a newer csdctl: received schema 2"
+    ) as raised:
+        load_plan(path)
+    assert raised.value.remedy == "update this csdctl"
+
+
 @pytest.mark.parametrize(
     ("written", "edited", "message"),
     [
@@ -58,7 +67,6 @@ def test_plan_is_read_back_as_it_was_saved_and_a_missing_one_is_an_error(path: P
         ),
         ("threads: 4", "thread: 4", ":LINE: unknown key `ranks.1.thread`, did you mean `threads`"),
         ("step_time_s: 8.0", "step_time_s: .nan", ":LINE: `ranks.1.step_time_s`"),
-        ("schema_version: 1", "schema_version: 2", ":LINE: `schema_version`"),
         ("node: csd0", "node: '-rf /'", ":LINE: `ranks.1.node`"),
         ("batch_size: 25", "batch_size: 25\n  max_batch_size: 24", "25 is above max_batch_size 24"),
         ("batch_size: 25", "batch_size: 0", "csd0: only the host can have batch size 0"),

@@ -2,19 +2,23 @@
 
 import dataclasses
 import itertools
+import json
 import os
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from csdctl.worker.data import file_hash
+from csdctl.worker.data.file_hash import REMEMBERED
 from csdctl.worker.data.prepared import EpochReader, PreparedSamples, rows_of
 from csdctl.worker.data.schedule import OwnSamples, Share, Span, begin_epoch
-from csdctl.worker.process.errors import WorkerError
+from csdctl.worker.process.errors import JobError, WorkerError
 from csdctl.worker.protocol.recipe import Recipe
 from csdctl.worker.protocol.run_spec import DatasetSlice, RankSpec, RunSpec, Runtime
 from tests.unit.worker.ingest.prepared_data import sha256, slice_of
@@ -127,7 +131,57 @@ def test_file_that_is_changed_during_an_epoch_is_refused_in_the_next(tmp_path: P
     hashes = f"expected SHA-256 {before}, found {sha256(tmp_path / changed)}"
     with pytest.raises(WorkerError, match=f"{changed} is not what was prepared: {hashes}") as raised:
         reader.set_epoch(2)
-    assert raised.value.remedy == "run `csdctl prepare`"
+    assert raised.value.remedy.startswith("run `csdctl prepare`")
+
+
+def damage_unnoticed(path: Path) -> None:
+    """Flip a byte as a failing disk does: the file's state and what is remembered of it stay the same."""
+    before = path.stat()
+    with path.open("r+b") as file:
+        place = before.st_size - 5
+        os.pwrite(file.fileno(), bytes([os.pread(file.fileno(), 1, place)[0] ^ 1]), place)
+    key, after = f"{before.st_dev}:{before.st_ino}", path.stat()
+    entries = json.loads(REMEMBERED.read_text())
+    entries[key][1:3] = [after.st_mtime_ns, after.st_ctime_ns]
+    REMEMBERED.write_text(json.dumps(entries))
+
+
+@pytest.mark.parametrize("order", ["C", "F"])
+@pytest.mark.parametrize("name", ["images.npy", "labels.npy"])
+def test_byte_that_the_disk_has_damaged_is_found_when_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, order: Literal["C", "F"]
+) -> None:
+    """The rows before it can be read. The file is then refused until it is prepared again."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(file_hash, "MIN_CHUNK_BYTES", 256)
+    REMEMBERED.parent.mkdir()
+    labels = np.arange(600, dtype=np.int32)
+    images = np.asarray(np.broadcast_to(labels.reshape(-1, 1, 1), (600, 2, 2)), np.uint8, order=order)
+    part = save(tmp_path / "data", images, labels)
+    PreparedSamples(part)
+    damage_unnoticed(tmp_path / "data" / name)
+    samples = PreparedSamples(part)
+    samples.check()
+    if order == "C" or name == "labels.npy":
+        assert samples.span(0, 500)[1].tolist() == [*range(500)]
+    with pytest.raises(JobError, match=f"{name} is not what was prepared: expected SHA-256 "):
+        samples.span(500, 100)
+    with pytest.raises(JobError, match=f"{name} is not what was prepared"):
+        PreparedSamples(part)
+
+
+def test_checksum_that_the_disk_has_damaged_is_no_damage_of_the_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    REMEMBERED.parent.mkdir()
+    part = write(tmp_path / "data", 60)
+    PreparedSamples(part)
+    entries = json.loads(REMEMBERED.read_text())
+    for entry in entries.values():
+        entry[-1][1] = [1]
+    REMEMBERED.write_text(json.dumps(entries))
+    assert PreparedSamples(part).span(0, 60)[1].tolist() == [*range(60)]
 
 
 def structured(directory: Path, num_rows: int = 40) -> DatasetSlice:

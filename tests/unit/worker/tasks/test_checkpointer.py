@@ -4,6 +4,7 @@ import os
 import random
 import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,8 @@ import pytest
 
 from csdctl.worker.data.arrays import Array
 from csdctl.worker.data.schedule import OwnSamples, Span, begin_epoch
-from csdctl.worker.process.errors import WorkerError
+from csdctl.worker.process.errors import JobError, WorkerError
+from csdctl.worker.protocol.events import CheckpointSaved, Warned, event_from_line
 from csdctl.worker.protocol.recipe import Recipe
 from csdctl.worker.protocol.run_spec import RankSpec, RunSpec, Runtime
 from csdctl.worker.tasks import checkpointer
@@ -348,6 +350,19 @@ def test_run_of_a_rebooted_host_continues_from_the_newest_checkpoint_or_not_at_a
         run.start()
 
 
+@pytest.mark.fault(53)
+def test_state_of_another_run_is_not_used(run: Run) -> None:
+    """An earlier version has stored no run."""
+    for number, run_id in ((10, ""), (20, "run"), (30, "another")):
+        position = replace(POSITION, total_steps=number, run_id=run_id)
+        Checkpoints(run.output / "checkpoints").save(pack(values(number), position), position)
+    for number in (20, 10):
+        assert run.start()[1].fill == number
+        run.checkpoint(number).unlink()
+    with pytest.raises(JobError, match="they are damaged: the saved state is of run another"):
+        run.start()
+
+
 @pytest.mark.fault(25)
 @pytest.mark.parametrize(
     ("name", "save"),
@@ -368,6 +383,26 @@ def test_state_or_model_that_has_no_place_is_named_with_the_way_to_continue(
         save(checkpointer)
     assert f"csdctl train --resume {run.spec.run_id}" in raised.value.remedy
     run.assert_continues_after(10)
+
+
+@pytest.mark.fault(25)
+def test_checkpoint_that_has_no_place_is_said_once_until_there_is_place(run: Run) -> None:
+    """Training goes on from the state in memory."""
+    step: Any = StateStep()
+    said: list[str] = []
+    checkpointer = Checkpointer(
+        run.spec, Reporter(ME, said.append), step, samples=OWN, save_trained=step.save
+    )
+    checkpointer.write_step_file(POSITION)  # in memory, where there is space
+
+    for number in (11, 12, 13, 14, 15):
+        step.values = values(number)
+        with nullcontext() if number == 13 else full_disk(1):
+            checkpointer.checkpoint(replace(POSITION, total_steps=number))
+    events = [event_from_line(line) for line in said]
+    assert [type(event) for event in events] == [Warned, CheckpointSaved, Warned]
+    assert f"no checkpoint: cannot write {run.output}/checkpoints" in said[0]
+    run.assert_continues_after(15)
 
 
 class Clock:

@@ -6,6 +6,7 @@ import csv
 import hashlib
 import re
 import shutil
+import zipfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +24,7 @@ from csdctl.shipping.store import StoredFile, hash_file, store_bytes
 from csdctl.worker.ingest.extract import send
 from csdctl.worker.protocol import features as features
 from csdctl.worker.protocol.datasets import DatasetInfo
-from csdctl.worker.protocol.events import Failed
+from csdctl.worker.protocol.events import Failed, Finished
 from csdctl.worker.protocol.features import SIGMOID, SOFTMAX, VALUES, ResultRule
 from csdctl.worker.protocol.json_codec import RESULT, from_json, to_frame
 from csdctl.worker.protocol.model_info import ModelInfo, OutputInfo
@@ -207,6 +208,10 @@ def test_model_of_a_run_comes_with_its_job(project: Path) -> None:
     write_events(failed, [Failed(1, "csd0", "out of memory")])
     run.model.write_bytes(b"")
     run.save_manifest(manifest_of() | {"job": {"path": "job.yaml"}})
+    write_events(run, [Finished(rank, node, 1, 1, "", 1) for rank, node in enumerate(("host", "csd0"))])
+    with pytest.raises(InputError, match="has no model.keras: it has completed, but the file is damaged"):
+        prediction.find_model(run.run_id, None, directory)
+    zipfile.ZipFile(run.model, "w").close()
     manifest = run.load_manifest()
     with pytest.raises(InputError, match="it failed: csd0: out of memory") as refused:
         prediction.find_model("latest", None, directory)

@@ -16,16 +16,20 @@ from csdctl.cli.app import run_command
 from csdctl.documents import save_json
 from csdctl.errors import DeadlineError, InputError
 from csdctl.launch.leftovers import describe_holder
+from csdctl.reporting.tables import write_headline
 from csdctl.runs.directory import EventLog, ProjectDirectory, RunDirectory
+from csdctl.runs.stored_events import EVENTS_LOST
 from csdctl.terminal.streams import Streams
 from csdctl.worker.protocol.events import EpochEnd, Event, Finished, Progress
 from csdctl.worker.protocol.processes import load_stat
+from csdctl.workflows.reporting.report import report
 from csdctl.workflows.runs.manage import (
     OWN,
     find_logs,
     find_run,
     interrupt,
     list_runs,
+    look_at,
     print_logs,
     remove_runs,
     stop_run,
@@ -205,8 +209,9 @@ class TestStop:
                 started = str(load_stat(pid).start_time)  # type: ignore[union-attr]
                 holder = describe_holder("train", project.root) | {"pid": pid, "started": started}
                 save_json(copy.process, holder)
-                with pytest.raises(InputError, match=f"process {pid}.* does not train run {copy.run_id}"):
+                with pytest.raises(InputError, match=f"run {copy.run_id} is not running"):
                     stop_run(project, copy.run_id, 1.0, print)
+                assert [run.state for run in list_runs(project, print)] == ["running", "interrupted"]
             assert (trains.poll(), sleeping.poll()) == (None, None)
             sleeping.kill()
         trains.kill()
@@ -243,6 +248,46 @@ class TestStop:
                 interrupt(run)
         assert process.poll() is None
         process.kill()
+
+
+@pytest.mark.fault(36)
+@pytest.mark.parametrize("content", [b"", bytes(999)])
+def test_run_that_has_completed_stays_completed_without_its_events(
+    project: ProjectDirectory, content: bytes
+) -> None:
+    """Its csdctl has recorded that it ended without an error. A run that failed stays so, too."""
+    for end, state in (({}, "completed"), ({"state": "failed", "error": "x"}, "failed")):
+        run = add_run(project, PROGRESS, END, *DONE)
+        save_json(run.process, describe_holder("train", project.root) | {"ended": "2026-01-01"} | end)
+        run.events.write_bytes(content)
+        assert look_at(run).state == state
+        results = report(run)
+        assert results.summary.state == state
+        is_lost = write_headline(results)["result"] == "completed: events lost"
+        assert is_lost == (look_at(run).reason == EVENTS_LOST) == (state == "completed")
+
+
+@pytest.mark.parametrize(
+    "change", [{"pid": "x"}, {"pid": 1 << 40}, {"pid": None}, {"boot": "an earlier one"}]
+)
+def test_run_whose_process_cannot_exist_is_not_running(
+    project: ProjectDirectory, change: dict[str, Any]
+) -> None:
+    run = add_run(project, PROGRESS)
+    save_json(run.process, describe_holder("train", project.root) | change)
+    assert look_at(run).state == "interrupted"
+    remove_runs(project, [run.run_id], lambda _: None)
+    assert project.run_ids() == []
+
+
+def test_run_of_another_machine_is_ended_there_or_by_removing_its_record(project: ProjectDirectory) -> None:
+    run = add_run(project, PROGRESS)
+    save_json(run.process, describe_holder("train", project.root) | {"machine": "m", "host": "away"})
+    with pytest.raises(InputError, match=f"csdctl train`, process {os.getpid()} on away") as raised:
+        interrupt(run)
+    assert raised.value.remedy == f"stop it on that machine; if it has ended there, remove {run.process}"
+    run.process.unlink()
+    assert look_at(run).state == "interrupted"
 
 
 def test_followed_events_come_as_they_are_written(project: ProjectDirectory) -> None:

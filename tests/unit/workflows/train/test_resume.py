@@ -5,6 +5,7 @@ Another server takes over a run: its state, and the run as its csdctl has it.
 
 import json
 import os
+import zipfile
 from collections.abc import Iterator
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
@@ -73,6 +74,13 @@ def test_run_of_another_job_is_rejected(tmp_path: Path, run: RunDirectory, job: 
     assert "the job file of other" in refused.value.remedy
 
 
+def write_archive(path: Path) -> Path:
+    """Write what stands for a saved model: all of it is a zip archive."""
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("config.json", "{}" * 100)
+    return path
+
+
 @pytest.mark.parametrize(
     ("events", "expected"),
     [
@@ -88,17 +96,32 @@ def test_run_of_another_job_is_rejected(tmp_path: Path, run: RunDirectory, job: 
 def test_run_is_complete_when_rank_0_has_finished_all_epochs_or_stopped_early(
     run: RunDirectory, job: Job, events: list[Event], expected: bool
 ) -> None:
-    run.model.touch()
+    write_archive(run.model)
     assert is_complete(write_events(run, events), job) is expected
 
 
-def test_completed_run_without_its_model_is_resumed_which_saves_it_again(run: RunDirectory, job: Job) -> None:
-    write_events(run, [JOINED, FINISHED])
+@pytest.mark.parametrize("finished", [FINISHED, replace(FINISHED, epochs=1, reason=EARLY_STOPPING)])
+def test_completed_run_without_its_whole_model_is_resumed_which_saves_it_again(
+    run: RunDirectory, job: Job, finished: Finished
+) -> None:
+    write_events(run, [JOINED, finished])
     assert not is_complete(run, job)
     os.mkfifo(run.model)
     assert not is_complete(run, job)
+    run.model.unlink()
+    os.truncate(write_archive(run.model), 100)
+    assert not is_complete(run, job)
     run.model.with_suffix(".weights.h5").touch()
     assert is_complete(run, job)
+    run.process.write_text('{"state": "stopped"}')  # the events say otherwise: they may be of another run
+    assert not is_complete(run, job)
+
+
+def test_spec_of_a_newer_csdctl_is_said_to_be_so(run: RunDirectory) -> None:
+    run.spec.write_text(to_json(spec_of(run_id=run.run_id)).replace('"schema":2', '"schema":3'))
+    with pytest.raises(InputError, match="spec.json was written by a newer csdctl") as raised:
+        load_spec(run)
+    assert raised.value.remedy == "update this csdctl"
 
 
 def test_latest_run_that_has_started_its_ranks_is_resumed(
@@ -130,7 +153,7 @@ def test_run_of_which_no_state_is_left_is_refused_unless_it_has_saved_none(
     (run.path / name).unlink()
     with pytest.raises(InputError, match="no state of run .* is left"):
         is_complete(write_events(run, [FINISHED]), job)
-    run.model.touch()
+    write_archive(run.model)
     assert is_complete(run, job)
     run.events.unlink()
     assert not is_complete(write_events(run, [JOINED]), job)

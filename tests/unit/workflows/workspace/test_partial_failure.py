@@ -5,7 +5,15 @@ from pathlib import Path
 import pytest
 
 from csdctl import errors
-from csdctl.errors import CsdctlError, DeadlineError, ExitCode, HostKeyError, InputError, JumpHostError
+from csdctl.errors import (
+    CsdctlError,
+    DeadlineError,
+    ExitCode,
+    HostKeyError,
+    InputError,
+    JumpHostError,
+    PartialError,
+)
 from csdctl.runs.directory import ProjectDirectory
 from csdctl.workflows.workspace.workspace import choose_fleet, conclude, load_failed
 
@@ -51,6 +59,29 @@ def test_failed_nodes_are_saved_until_the_command_succeeds(tmp_path: Path) -> No
     conclude(project, "clean", ["csd1"], {}, "")
     with pytest.raises(InputError, match="no failed nodes are recorded"):
         load_failed(project.failed)
+
+
+@pytest.mark.fault(36)
+@pytest.mark.parametrize("content", ["", "[]", '{"command": "clean"}', '{"command": "clean", "failed": [1]}'])
+def test_damaged_list_of_failed_nodes_is_written_anew(tmp_path: Path, content: str) -> None:
+    project = ProjectDirectory(tmp_path)
+    project.state.mkdir()
+    project.failed.write_text(content)
+    conclude(project, "clean", MACHINES, {}, "")
+    code_of(tmp_path, {"csd1": DOWN})
+    assert load_failed(project.failed) == "csd1"
+
+
+@pytest.mark.fault(25)
+def test_list_that_has_no_place_does_not_hide_what_failed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    project = ProjectDirectory(tmp_path)
+    project.failed.mkdir(parents=True)
+    with pytest.raises(PartialError, match="clean failed on 1 of 3 machines: csd1"):
+        conclude(project, "clean", MACHINES, {"csd1": DOWN}, "csdctl clean again")
+    problem = f"where clean failed is not recorded: cannot access {project.failed}: is a directory"
+    assert capsys.readouterr().err == f"warning: {problem}\n"
 
 
 @pytest.mark.fault(36)

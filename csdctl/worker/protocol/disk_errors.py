@@ -1,0 +1,35 @@
+"""What a failed system call on a file means, and what to do about it."""
+
+import errno
+import os
+from pathlib import Path
+
+from csdctl.worker.protocol.limits import explain_error
+
+WRITING = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
+"""Errors of a write alone."""
+IN_THE_WAY = (errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)
+PERMANENT = dict.fromkeys((errno.EACCES, errno.EPERM), "fix the permissions") | dict.fromkeys(
+    IN_THE_WAY, "move away what is in its place"
+)
+"""What to do about errors that do not pass, by number."""
+REMEDIES = PERMANENT | {
+    errno.ENOSPC: "free space on {disk}",
+    errno.EDQUOT: "free space on {disk}, or ask for a larger quota",
+    errno.EROFS: "mount {disk} read-write: `dmesg` shows why it is not",
+    errno.EIO: "check the disk at {disk}: `dmesg`",
+}
+"""What to do, by error number. `disk` is where the disk is mounted."""
+
+
+def describe_os_error(error: OSError, path: str | Path = "") -> tuple[str, str]:
+    """Return the problem, and what to do, '' if that is unknown. `path`: of an error that names no file."""
+    code, name = error.errno or 0, error.filename2 or error.filename or path  # the second of a rename
+    path = os.fsdecode(name) if isinstance(name, bytes) else str(name)
+    disk = Path(os.path.realpath(path))
+    while not os.path.ismount(disk):
+        disk = disk.parent
+    verb, failed = ("write", "a write") if code in WRITING else ("access", "a system call")
+    cause = (error.strerror or str(error) or type(error).__name__).lower() + explain_error(str(error))
+    problem = f"cannot {verb} {path}: {cause}" if name else f"{failed} failed: {cause}"
+    return problem, REMEDIES.get(code, "").format(disk=disk)

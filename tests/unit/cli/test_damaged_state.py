@@ -1,0 +1,202 @@
+"""Whatever becomes of a file of .csdctl: commands name it and say what to do, or do not need it.
+
+The project has a run that has completed, a later one that was stopped, and a fleet whose node is off.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from csdctl.cli.app import run_command
+from csdctl.documents import save_json
+from csdctl.launch.leftovers import describe_holder
+from csdctl.runs.directory import ProjectDirectory
+from csdctl.terminal.streams import Streams
+from csdctl.tuning.plan import Plan, save_plan
+from csdctl.worker.protocol.events import EpochEnd, Finished, Progress
+from csdctl.worker.protocol.json_codec import to_json
+from tests.unit.runs.manifests import manifest_of, spec_of, write_events
+
+pytestmark = pytest.mark.fault(36)
+
+NODES = ("host", "csd0")
+PROGRESS = Progress(0, "host", 2, 7, 7, 96, 0.5, 0.25, 0.8, 128, 2.5, 0.1)
+END = EpochEnd(0, "host", 2, 10, 96, 0.5, 0.25, 2.0, "hash", 128, 2.25, 0.5, 2.5, 0.25)
+DONE = [Finished(rank, node, 2, 20, "hash", 1 << 20) for rank, node in enumerate(NODES)]
+JOB = "model: model.py:build\ndata: {public: {path: data}}\nrecipe: {epochs: 2, learning_rate: 0.1}\n"
+ENTRY = {"time": 1.0, "command": "train", "run": "", "sender": "host", "receiver": "csd0", "kind": "gradient"}
+OLD, NEW = "20260101-000000-000001", "20260102-000000-000002"
+LIST, REPORT, LOGS, PRIVACY = "runs list", "report", "runs logs", "report --privacy"
+RESUME, TRAIN, FAILED_FROM = "train --resume latest", "train", "clean --failed-from .csdctl/failed.json"
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("whole")
+    project = ProjectDirectory(root)
+    for name, text in {"job.yaml": JOB, "model.py": "def build():\n    pass\n"}.items():
+        (root / name).write_text(text)
+    (root / "data").mkdir()
+    (root / "fleet.yaml").write_text("nodes: [{name: csd0, address: 127.0.0.1, port: 9}]\n")
+    for run_id, events in ((OLD, [END, *DONE]), (NEW, [END, PROGRESS])):
+        run = project.new_run()
+        run = type(run)(run.path.rename(project.runs / run_id))
+        run.save_manifest(manifest_of(NODES))
+        run.spec.write_text(to_json(spec_of(NODES, run_id=run_id)))
+        write_events(run, events, 1_700_000_000)
+        run.rank_log(0).write_text("a line\n")
+        run.power.write_text("")
+        state = {"state": "stopped", "error": "interrupted"} if run_id == NEW else {}
+        save_json(run.process, describe_holder("train", root) | {"ended": "2026-01-02"} | state)
+    project.ledger.write_text(f"{json.dumps(ENTRY | {'num_bytes': 5})}\n" * 3)
+    save_json(project.failed, {"schema": "csdctl.failed/1", "command": "exec", "failed": {"csd0": {}}})
+    save_plan(project.plan("job"), Plan.model_validate(manifest_of(NODES)["plan"]))
+    return root
+
+
+@pytest.fixture
+def project(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ProjectDirectory:
+    shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
+    (tmp_path / ".csdctl").chmod(0o700)
+    monkeypatch.chdir(tmp_path)
+    return ProjectDirectory(tmp_path)
+
+
+def put(make: Callable[[Path], object]) -> Callable[[Path], None]:
+    """Return what puts something else in the place of a file or directory."""
+
+    def damage(path: Path) -> None:
+        (shutil.rmtree if path.is_dir() else Path.unlink)(path)
+        make(path)
+
+    return damage
+
+
+def replace_text(before: str, after: str) -> Callable[[Path], object]:
+    return lambda path: path.write_text(path.read_text().replace(before, after))
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "cut": lambda path: os.truncate(path, path.stat().st_size // 2),
+    "cut at its end": lambda path: os.truncate(path, path.stat().st_size - 3),
+    "empty": lambda path: path.write_bytes(b""),
+    "NULs": lambda path: path.write_bytes(bytes(path.stat().st_size)),
+    "bytes": lambda path: path.write_bytes(bytes(range(256)) * 4),
+    "a list": lambda path: path.write_text("[1]"),
+    "an object": lambda path: path.write_text('{"a": {"b": []}}'),
+    "a terabyte": lambda path: os.truncate(path, 1 << 40),
+    "a directory": put(Path.mkdir),
+    "a pipe": put(os.mkfifo),
+    "a file": put(Path.touch),
+    "a dangling link": put(lambda path: path.symlink_to("/missing/place")),
+    "a link to itself": put(lambda path: path.symlink_to(path.name)),
+    "missing": put(lambda path: None),
+    "newer": replace_text('"schema": 1', '"schema": 9'),
+    "newer spec": replace_text('"schema":2', '"schema":9'),
+    "newer plan": replace_text("schema_version: 1", "schema_version: 9"),
+    "of the future": replace_text('"time":17', '"time":97'),
+    "unknown events": replace_text('"event":"EpochEnd"', '"event":"Epochs"'),
+    "of another run": lambda path: shutil.copy(str(path).replace(NEW, OLD), path),
+    "pid of nobody": replace_text('"ended"', '"began"'),
+    "pid as text": replace_text('"pid": ', '"pid": "1", "p": '),
+}
+UNREADABLE = ("NULs", "bytes", "a directory", "a pipe", "cut", "empty", "a list")
+LINKS = ("a dangling link", "a link to itself")
+MANIFEST, EVENTS, SPEC, PROCESS = (
+    f"runs/{NEW}/{name}" for name in ("manifest.json", "events.jsonl", "spec.json", "process.json")
+)
+SKIPPED, UPDATE = f"warning: {NEW} is skipped: ", "update this csdctl"
+COMPLETED, STOPPED = "completed", "stopped"
+OFF = (4, "no node of fleet.yaml can be reached")
+"""What a command comes to that has found nothing wrong."""
+CASES: list[tuple[str, tuple[str, ...], dict[str, tuple[int, str]]]] = [
+    # What is damaged, how, and by command the exit code and what is said. "{}" is the path.
+    (
+        MANIFEST,
+        (*UNREADABLE, *LINKS, "a terabyte", "an object", "missing"),
+        dict.fromkeys((LIST, REPORT, LOGS, PRIVACY), (0, SKIPPED)) | {RESUME: (4, SKIPPED)},
+    ),
+    (MANIFEST, ("newer",), {LIST: (0, f"{SKIPPED}{{}} was written by a newer csdctl"), REPORT: (0, UPDATE)}),
+    (EVENTS, ("a directory", "a pipe", "a terabyte"), {LIST: (0, SKIPPED), REPORT: (2, "cannot read {}")}),
+    (EVENTS, ("a dangling link", "a link to itself"), {LIST: (0, SKIPPED), REPORT: (0, SKIPPED)}),
+    (
+        EVENTS,
+        ("NULs", "bytes", "cut at its end", "unknown events"),
+        {LIST: (0, STOPPED), REPORT: (0, EVENTS)},
+    ),
+    (EVENTS, ("missing",), {LIST: (0, STOPPED), REPORT: (2, "{} does not exist")}),
+    (EVENTS, ("empty",), {LIST: (0, STOPPED), REPORT: (0, "no complete epoch")}),
+    (EVENTS, ("of the future", "of another run"), {LIST: (0, STOPPED), REPORT: (0, STOPPED)}),
+    (f"runs/{OLD}/events.jsonl", ("empty", "NULs"), {LIST: (0, "events lost")}),
+    (SPEC, (*UNREADABLE, "a terabyte", "missing"), {LIST: (0, STOPPED), RESUME: (4, SKIPPED)}),
+    (SPEC, LINKS, {LIST: (0, SKIPPED), RESUME: (4, SKIPPED)}),
+    (SPEC, ("newer spec",), {RESUME: (4, f"{SKIPPED}{{}} was written by a newer csdctl")}),
+    (PROCESS, (*UNREADABLE, "a terabyte", "missing"), {LIST: (0, "interrupted")}),
+    (PROCESS, ("pid of nobody", "pid as text"), {LIST: (0, STOPPED), f"runs rm {NEW} --yes": (0, "removed")}),
+    (f"runs/{NEW}/logs", ("missing",), {LIST: (0, STOPPED), LOGS: (0, "has no logs yet")}),
+    (f"runs/{NEW}/logs", ("a file",), {LIST: (0, STOPPED), LOGS: (2, "{}, where csdctl keeps its files")}),
+    (
+        f"runs/{NEW}/power.jsonl",
+        ("a directory", "a pipe"),
+        {LIST: (0, STOPPED), REPORT: (0, "cannot read {}")},
+    ),
+    (f"runs/{NEW}", ("a file", "missing"), {LIST: (0, COMPLETED), REPORT: (0, COMPLETED)}),
+    ("runs", ("a file", "a dangling link"), dict.fromkeys((LIST, REPORT, LOGS, RESUME), (2, "{}, where"))),
+    ("runs", ("missing",), {LIST: (0, "no runs yet"), REPORT: (2, "no runs in {}")}),
+    ("", ("a file", "a dangling link"), dict.fromkeys((LIST, REPORT, TRAIN), (2, ".csdctl, where"))),
+    ("ledger.jsonl", ("cut", "cut at its end", "NULs", "bytes"), {PRIVACY: (0, "{}: lines that cannot be")}),
+    (
+        "ledger.jsonl",
+        ("a directory", "a pipe", "a terabyte"),
+        {PRIVACY: (0, "cannot read {}"), LIST: (0, "")},
+    ),
+    ("plans/job.yaml", (*UNREADABLE, *LINKS, "missing"), {TRAIN: (2, "{}")}),
+    ("plans/job.yaml", ("newer plan",), {TRAIN: (2, "{} was written by a newer csdctl")}),
+    ("plans", ("a file",), {TRAIN: (2, "plans/job.yaml: not a directory")}),
+    ("failed.json", (*UNREADABLE, "an object"), {FAILED_FROM: (2, "failed.json")}),
+]
+
+
+def say(command: str, capfd: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    """Run csdctl. Return the exit code and, in one line, all that it prints."""
+    code = run_command(command.split(), Streams())
+    return code, " ".join(" ".join(capfd.readouterr()).split())
+
+
+@pytest.mark.parametrize(
+    ("file", "damage", "command", "expected"),
+    [
+        pytest.param(file, damage, command, expected, id=f"{file or '.csdctl'} {damage}: {command}")
+        for file, damages, commands in CASES
+        for damage in damages
+        for command, expected in commands.items()
+    ],
+)
+def test_damaged_file_is_named_with_what_to_do_or_is_not_needed(
+    project: ProjectDirectory,
+    capfd: pytest.CaptureFixture[str],
+    file: str,
+    damage: str,
+    command: str,
+    expected: tuple[int, str],
+) -> None:
+    path = project.state / file
+    DAMAGES[damage](path)
+    code, said = say(command, capfd)
+    assert (code, "this is a bug" in said) == (expected[0], False), said
+    assert expected[1].format(path) in said
+    if expected[0] or SKIPPED in said:
+        assert "→" in said or "(mend it, or remove the run: csdctl runs rm " in said or f"({UPDATE})" in said
+
+
+@pytest.mark.parametrize("command", [LIST, REPORT, LOGS, PRIVACY, RESUME, FAILED_FROM])
+def test_whole_project_has_nothing_to_name(
+    project: ProjectDirectory, capfd: pytest.CaptureFixture[str], command: str
+) -> None:
+    code, said = say(command, capfd)
+    assert code == (0 if command in (LIST, REPORT, LOGS, PRIVACY) else 4), said
+    assert "warning" not in said
