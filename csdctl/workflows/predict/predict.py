@@ -205,7 +205,7 @@ def find_model(
     if not run.model.is_file():
         reason, remedy = "it has not finished", "use another run"
         with suppress(InputError):
-            status = load_run_status(run)
+            status = load_run_status(run).status
             if status.state == COMPLETED:
                 reason = "it has completed, but the file is gone"
             elif status.state == FAILED:
