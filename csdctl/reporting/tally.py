@@ -31,7 +31,9 @@ class Amounts:
     cpu_s: float | None = 0.0
 
     def __add__(self, report: "Amounts") -> "Amounts":
-        return Amounts(*map(_add, vars(self).values(), vars(report).values()))
+        pairs = zip(vars(self).values(), vars(report).values(), strict=True)
+        values: list[Any] = [None if a is None or b is None else a + b for a, b in pairs]
+        return Amounts(*values)
 
     def without(self, part: "Amounts") -> "Amounts":
         """Return what is left without `part`, at least 0 of everything."""
@@ -53,10 +55,6 @@ class Amounts:
     def own_throughput(self) -> float | None:
         """Samples per second of step time of the rank itself. None without a step."""
         return self.samples / self.step_s if self.step_s else None
-
-
-def _add(first: Any, second: Any) -> Any:
-    return None if first is None or second is None else first + second
 
 
 def members_of(event: Joined) -> frozenset[int]:

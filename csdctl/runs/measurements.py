@@ -78,21 +78,20 @@ class MeasurementStore:
         """Read the file, unless `is_fresh`. `say` reports lines that are left out."""
         self._path, self._say, self._is_optional = path, say, is_optional
         self._stored: list[Stored[Any, Any]] = []
-        self._foreign: list[bytes] = []
-        self._is_whole = not is_fresh
-        """Whether all measurements in the file are here."""
+        num_foreign = 0
         try:
             for line in filter(None, read_lines(path) if not is_fresh else ()):
                 try:
                     stored = json.loads(line)
                     self._stored.append(KINDS[stored["kind"]].adapter.validate_python(stored))
                 except (ValidationError, ValueError, TypeError, KeyError, RecursionError):
-                    self._foreign.append(line + b"\n")
+                    num_foreign += 1
         except (OSError, InputError) as error:
-            self._is_whole = False
+            is_fresh = True
             self._fail("earlier measurements are not used", error, "make that file readable, or remove it")
-        if self._foreign:
-            say(f"{path}: lines that are damaged or of another version are ignored: {len(self._foreign)}")
+        self._is_whole = not (is_fresh or num_foreign)
+        if num_foreign:
+            say(f"{path}: lines that are damaged or of another version are ignored: {num_foreign}")
 
     def add(
         self,
@@ -109,7 +108,7 @@ class MeasurementStore:
         try:
             if len(self._stored) > 2 * len(newest) and self._is_whole:
                 self._stored = newest
-                save_bytes(self._path, b"".join([*self._foreign, *map(_to_line, newest)]))
+                save_bytes(self._path, b"".join(map(_to_line, newest)))
             else:
                 append_lines(self._path, b"".join(map(_to_line, added)))
         except (OSError, InputError) as error:

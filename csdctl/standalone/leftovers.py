@@ -61,9 +61,9 @@ def main() -> None:
         for pid in processes:
             remove(glob.glob(scratch_directories(pid)))
     is_pruning = not run_id and request["is_pruning"]
-    is_collecting = is_pruning or request["unused_s"] is not None
-    if is_collecting and request["is_removing"] and is_own(".csdctl"):
-        lock_store()
+    if request["is_removing"] and (is_pruning or request["unused_s"] is not None) and is_own(".csdctl"):
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+        fcntl.flock(os.open(RECEIVE_LOCK, flags, 0o600), fcntl.LOCK_EX)  # no delivery goes on meanwhile
     paths = [f"{COPIES}/.csdctl/runs/{run_id}", step_files(COPIES, run_id)] if run_id else find_paths(request)
     paths = [path for path in paths if os.path.lexists(path) and is_own(path)]
     leftovers = {
@@ -214,12 +214,6 @@ def find_linked_trees() -> "dict[str, str]":
     return destinations
 
 
-def lock_store() -> None:
-    """Let no delivery go on until this process ends."""
-    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
-    fcntl.flock(os.open(RECEIVE_LOCK, flags, 0o600), fcntl.LOCK_EX)
-
-
 def find_unused() -> "list[str]":
     """Return trees without a link, and objects of no tree, such as the worker."""
     if not is_own(".csdctl"):  # another user could lead elsewhere
@@ -231,10 +225,7 @@ def find_unused() -> "list[str]":
 
 
 def is_older(path: str, seconds: float) -> bool:
-    """Return whether nothing has read or written a file, or one below a directory, for so long.
-
-    Most file systems note once a day that a file was read, and none does that is mounted with `noatime`.
-    """
+    """Return whether nothing has read or written a file, or one below a directory, for so long."""
     files = [os.path.join(place, name) for place, _, names in os.walk(path) for name in names]
     times = [0.0]
     for file in files or [path]:

@@ -105,16 +105,14 @@ def print_rows(
 ) -> None:
     """Print a row on each line, or a table with folded cells in a terminal that is too narrow for that."""
     lines = [[name.lstrip(NUMBER) for name in columns], *rows]
+    signs = [">" if name.startswith(NUMBER) else "<" for name in columns]
     widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
     if console.is_terminal and sum(widths) + len(widths) > console.width + 1:
         console.print(build_table(columns, rows, styles=styles))
         return
     text = Text()  # Rich would lay out each cell, which takes a second for a thousand rows
     for line, style in zip(lines, ["dim", *styles], strict=True):
-        cells = [
-            cell.rjust(width) if name.startswith(NUMBER) else cell.ljust(width)
-            for name, cell, width in zip(columns, line, widths, strict=True)
-        ]
+        cells = [f"{cell:{sign}{width}}" for cell, sign, width in zip(line, signs, widths, strict=True)]
         text.append(make_printable(" ".join(cells).rstrip()) + "\n", style)
     console.print(text, soft_wrap=True, end="")
 

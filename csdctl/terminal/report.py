@@ -76,8 +76,8 @@ def show_removable(streams: Streams, named: Sequence[StoredRun], total_bytes: in
         streams.say(f"{run.run_id}: {run.state}, {format_bytes(num_bytes)}{stays}")
     going = {run.run_id: num_bytes for run, num_bytes, needed in named if not needed}
     frees = format_bytes(sum(going.values()))
-    others = format_bytes(total_bytes - sum(going.values()))
-    streams.say(f"{format_count(going, 'run')} to remove, which frees {frees}; the others have {others}")
+    rest_size = format_bytes(total_bytes - sum(going.values()))
+    streams.say(f"{format_count(going, 'run')} to remove, which frees {frees}; the others have {rest_size}")
     return [*going]
 
 

@@ -253,7 +253,7 @@ PAGES = {
 }
 
 
-PROMPTING = re.compile(r"csdctl (?:trust|runs rm ID|clean --everything)\b")
+PROMPTING = re.compile(r"csdctl (?:trust|runs rm|clean --(?:everything|unused|computed|older-than))\b")
 ON_TERMINAL = "import os, pty, sys; sys.exit(os.waitstatus_to_exitcode(pty.spawn(['sh', '-c', sys.argv[1]])))"
 DONE = set[str]()
 """Lines that have run in the directory of the shared fleet."""

@@ -21,7 +21,7 @@ from typing import TextIO
 from csdctl.documents import load_json, load_kept, load_text, save_kept
 from csdctl.errors import CsdctlError, DeadlineError, ExitCode, InputError, RunError
 from csdctl.launch.leftovers import is_elsewhere, is_gone, is_held, read_holder, show_holder
-from csdctl.notify import DATED, DETACHED, Say
+from csdctl.notify import DATED, DETACHED, Say, shorten
 from csdctl.placement.equation1 import steps_per_epoch
 from csdctl.reporting.results import COMPLETED, RUNNING, RunStatus, Statuses, load_run_status
 from csdctl.runs.directory import LATEST, ProjectDirectory, RunDirectory, check_links, find_run, skipping
@@ -32,8 +32,8 @@ POLL_S = 0.2
 """Seconds between two looks at a run's process."""
 OWN = "csdctl"
 """Name of the log of csdctl itself, of a run that was detached."""
-MAX_NAMED = 5
-"""Runs that a question names."""
+MAX_QUESTION = 500
+"""Characters of the runs in a question."""
 NUM_REPEATED_LINES = 5
 """Last lines of a csdctl in the background that its error repeats."""
 
@@ -176,9 +176,8 @@ def remove_runs(
         if process.is_running:
             problem = f"run {run.run_id} is running: {show_holder(process.holder)}"
             raise InputError(problem, remedy=f"csdctl runs stop {run.run_id}")
-    described = [f"{run.run_id}{' with its model' if run.model.exists() else ''}" for run in runs]
-    more = f" and {len(runs) - MAX_NAMED} more" if len(runs) > MAX_NAMED else ""
-    confirm(f"Remove run{'s' if len(runs) > 1 else ''} {', '.join(described[:MAX_NAMED])}{more}?")
+    described = (f"{run.run_id}{' with its model' if run.model.exists() else ''}" for run in runs)
+    confirm(f"Remove run{'s' if len(runs) > 1 else ''} {shorten(', '.join(described), MAX_QUESTION)}?")
     for run in runs:
         project.step_file(run).unlink(missing_ok=True)
         shutil.rmtree(run.path)
