@@ -386,8 +386,7 @@ class KeptStatus:
 
     status: RunStatus
     files: dict[str, tuple[int, ...]]
-    """The states of these files. csdctl appends to the log and replaces the others: the size or the inode
-    differs even within a tick of the clock."""
+    """Their states. csdctl appends to the log and replaces the others, so that size or inode changes."""
     has_ended: bool
     """Whether no csdctl may be at work on the run. Otherwise `follower` has followed the log to `end`."""
     follower: RunFollower | None = None

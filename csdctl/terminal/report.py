@@ -75,8 +75,7 @@ def show_removable(streams: Streams, named: Sequence[StoredRun], total_bytes: in
         stays = f", stays: {needed}" if needed else ""
         streams.say(f"{run.run_id}: {run.state}, {format_bytes(num_bytes)}{stays}")
     going = {run.run_id: num_bytes for run, num_bytes, needed in named if not needed}
-    frees = format_bytes(sum(going.values()))
-    rest_size = format_bytes(total_bytes - sum(going.values()))
+    frees, rest_size = map(format_bytes, (sum(going.values()), total_bytes - sum(going.values())))
     streams.say(f"{format_count(going, 'run')} to remove, which frees {frees}; the others have {rest_size}")
     return [*going]
 

@@ -175,11 +175,10 @@ def from_dict(message_type: Any, content: Any) -> Any:
     if not isinstance(content, dict):
         raise ProtocolError(f"expected a {name}, received {shorten(content)}")
     readers, required = _readers_of(message_type)
-    if not content.keys() <= readers.keys():
-        unknown = shorten(_names(content.keys() - readers.keys()))
-        raise ProtocolError(f"{name}: unknown {unknown}, expected {_names(readers)}")
-    if not required <= content.keys():
-        raise ProtocolError(f"{name}: expected {_names(required - content.keys())}, received none")
+    if unknown := content.keys() - readers.keys():
+        raise ProtocolError(f"{name}: unknown {shorten(_names(unknown))}, expected {_names(readers)}")
+    if missing := required - content.keys():
+        raise ProtocolError(f"{name}: expected {_names(missing)}, received none")
     return message_type(**{field: readers[field](value) for field, value in content.items()})
 
 

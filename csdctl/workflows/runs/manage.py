@@ -32,8 +32,6 @@ POLL_S = 0.2
 """Seconds between two looks at a run's process."""
 OWN = "csdctl"
 """Name of the log of csdctl itself, of a run that was detached."""
-MAX_QUESTION = 500
-"""Characters of the runs in a question."""
 NUM_REPEATED_LINES = 5
 """Last lines of a csdctl in the background that its error repeats."""
 
@@ -177,7 +175,7 @@ def remove_runs(
             problem = f"run {run.run_id} is running: {show_holder(process.holder)}"
             raise InputError(problem, remedy=f"csdctl runs stop {run.run_id}")
     described = (f"{run.run_id}{' with its model' if run.model.exists() else ''}" for run in runs)
-    confirm(f"Remove run{'s' if len(runs) > 1 else ''} {shorten(', '.join(described), MAX_QUESTION)}?")
+    confirm(f"Remove run{'s' if len(runs) > 1 else ''} {shorten(', '.join(described), 500)}?")
     for run in runs:
         project.step_file(run).unlink(missing_ok=True)
         shutil.rmtree(run.path)
@@ -185,14 +183,11 @@ def remove_runs(
 
 
 StoredRun = tuple[RunStatus, int, str]
-"""A run, its bytes on disk, and why no rule removes it: '' for no reason."""
+"""A run, its bytes on disk, and why no rule removes it: it runs, is the latest, or a YAML file names it."""
 
 
 def read_stored(project: ProjectDirectory, say: Say) -> Iterator[StoredRun]:
-    """Yield all runs, the oldest first. `say` names those that cannot be read.
-
-    A run is needed that is running, that is the latest, or whose ID a YAML file of the project has.
-    """
+    """Yield all runs, the oldest first. `say` names those that cannot be read."""
     texts = {}
     for path in (*project.root.glob("*.yaml"), *project.state.glob("plans/*.yaml")):
         with suppress(InputError):  # csdctl cannot read it as a job either
