@@ -140,7 +140,7 @@ def _unless(condition: Callable[[], object], lack: str) -> Callable[[], str]:
 
 
 NEEDS = {
-    **{name: Need((name,)) for name in ("chromium", "tmux", "jq", *SHELLS)},
+    **{name: Need((name,)) for name in ("chromium", "tmux", *SHELLS)},
     "ssh": Need(("openssh-client",)),
     "kernel headers": Need(("linux-libc-dev",)),
     "lab": Need(LAB_PACKAGES, AS_ROOT, _lack_of_namespaces),

@@ -4,19 +4,23 @@ Options of a panel are listed under its name, after the others.
 """
 
 import glob
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import typer
 
-from csdctl.errors import CsdctlError
+from csdctl.errors import CsdctlError, InputError
 from csdctl.runs.private import STATE_DIRECTORY
 
 SELECTION = "Nodes and preflight"
 DEFAULT_FLEET = Path("fleet.yaml")
 DEFAULT_JOB = Path("job.yaml")
 LATEST = "latest"
+SIZES = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+AGES = {"h": 3600.0, "d": 86400.0, "w": 604800.0}
+"""Bytes and seconds, by the unit that is written after the number."""
 
 
 def complete_nodes(context: typer.Context, incomplete: str) -> list[str]:
@@ -43,6 +47,24 @@ def complete_models(incomplete: str) -> list[str]:
 
 def _names(*pattern: str) -> list[str]:
     return [Path(path).name for path in sorted(glob.glob(str(Path(*pattern))))]
+
+
+def parse_size(text: str) -> int:
+    """Parse `2G`, `512M` or `1.5GiB` as bytes (K, M, G and T are powers of 1024). Raises InputError."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE)
+    if not match:
+        problem = f"received {text!r} as a size, expected a number and a unit"
+        raise InputError(problem, remedy="for example 512M or 2G")
+    return int(float(match[1]) * SIZES[match[2].upper()])
+
+
+def parse_age(text: str) -> float:
+    """Parse `12h`, `90d` or `4w` as seconds. Raises InputError."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([hdw])", text.strip())
+    if not match:
+        problem = f"received {text!r} as an age, expected a number and a unit: h, d or w"
+        raise InputError(problem, remedy="for example 90d")
+    return float(match[1]) * AGES[match[2]]
 
 
 def option(default: Any, text: str, *names: str, **settings: Any) -> Any:

@@ -259,6 +259,12 @@ def load_kept(path: Path, expected: type[ValueT]) -> ValueT | None:
         return None
 
 
+def save_kept(path: Path, content: ValueT, expected: type[ValueT]) -> None:
+    """Write what `load_kept` reads `as expected`, atomically. If that is not possible, it is not kept."""
+    with contextlib.suppress(OSError):
+        save_text(path, json.dumps(_adapter(cast(Hashable, expected)).dump_python(content, mode="json")))
+
+
 def _describe(problem: Any, tree: yaml.Node | None, adapter: TypeAdapter[Any] | None) -> str:
     location: tuple[str | int, ...] = problem["loc"]
     line = _line_of(tree, location)

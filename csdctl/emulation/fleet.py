@@ -10,7 +10,6 @@ import fcntl
 import hashlib
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -41,7 +40,6 @@ MIN_CPU = 0.01
 MIN_MEMORY_BYTES = 16 << 20
 USER = "csd"
 """The user name for SSH. The nodes' servers accept any."""
-_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _HEADER = "# Written by csdctl emulate up for fleet {}; `csdctl emulate down` removes it unless edited: {}\n"
 
 
@@ -90,15 +88,6 @@ def parse_shares(text: str, num_nodes: int | None) -> tuple[float, ...]:
         problem = f"received --cpu {text} with {len(shares)} values for --nodes {num_nodes}"
         raise InputError(f"{problem}, expected one value for all nodes, or one for each", remedy=remedy)
     return shares
-
-
-def parse_size(text: str) -> int:
-    """Parse `2G`, `512M` or `1.5GiB` as bytes (K, M, G and T are powers of 1024). Raises InputError."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE)
-    if not match:
-        problem = f"received {text!r} as a size, expected a number and a unit such as 512M or 2G"
-        raise InputError(problem, remedy="for example --memory 2G")
-    return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
 class FleetPaths:

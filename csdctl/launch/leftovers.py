@@ -214,7 +214,9 @@ class CleanupOptions:
     is_removing_computed: bool = False
     """Whether features and predictions are removed, which are computed again when they are needed."""
     is_pruning: bool = False
-    """Whether stored files that no deployed tree uses are removed."""
+    """Whether stored files that no deployed tree uses are among the files to remove."""
+    unused_s: float | None = None
+    """After how many seconds without use what csdctl makes or sends again is among them, and logs are."""
     is_forced: bool = False
     """Whether a machine that another csdctl has locked is cleaned, too, and that csdctl ended."""
     run_id: str = ""
@@ -231,8 +233,6 @@ class Leftovers:
     runs: tuple[ShortText, ...]
     paths: tuple[Annotated[str, MaxLength(4096)], ...]
     num_bytes: Count
-    num_unused: Count = 0
-    """Unused files that were removed from the store."""
     features_bytes: Count = 0
     predictions_bytes: Count = 0
 

@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from csdctl.errors import CsdctlError, DeadlineError, NodeError
@@ -278,14 +278,13 @@ def add_rank_traffic(
     return dict(added)
 
 
-def add_mpirun_traffic(outcomes: Iterable[JobOutcome], fleet: Fleet) -> LinkBytes:
-    """Add up the bytes on the connections of the host's mpiruns."""
+def add_mpirun_traffic(outcome: JobOutcome, fleet: Fleet) -> LinkBytes:
+    """Add up the bytes on the connections of a link's mpirun on the host."""
     added: Counter[tuple[str, str, str]] = Counter()
-    for outcome in outcomes:
-        for (_, peer), (num_sent, num_received) in outcome.connection_bytes.items():
-            if name := _find_machine(peer, fleet):
-                added[HOST_NAME, name, TrafficClass.CONTROL] += num_sent
-                added[name, HOST_NAME, TrafficClass.CONTROL] += num_received
+    for (_, peer), (num_sent, num_received) in outcome.connection_bytes.items():
+        if name := _find_machine(peer, fleet):
+            added[HOST_NAME, name, TrafficClass.CONTROL] += num_sent
+            added[name, HOST_NAME, TrafficClass.CONTROL] += num_received
     return dict(added)
 
 

@@ -14,7 +14,7 @@ import importlib.util
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from csdctl.errors import InputError
 from csdctl.fleet.facts import NETWORK_FILE_SYSTEMS
@@ -211,6 +211,7 @@ def count_passes(events: Iterable[Event], num_ranks: int) -> "PassCounter":
     return counter
 
 
+@dataclass
 class PassCounter:
     """Counts, from the events of a run in order, how often each rank began to read its samples, at most.
 
@@ -220,17 +221,21 @@ class PassCounter:
     followed counts.
     """
 
-    def __init__(self, num_ranks: int) -> None:
-        self._passes = [0] * num_ranks
-        self._members = frozenset(range(num_ranks))
-        self.num_ended = 0
-        """Epochs that have ended."""
-        self._epoch = 0
-        """The latest epoch that counts."""
-        self._is_between = False
-        """An epoch has ended, and the next may have begun."""
-        self._is_open = False
-        """The ranks may have continued after the last event."""
+    num_ranks: int
+    passes: list[int] = field(default_factory=list)
+    members: frozenset[int] = frozenset()
+    num_ended: int = 0
+    """Epochs that have ended."""
+    epoch: int = 0
+    """The latest epoch that counts."""
+    is_between: bool = False
+    """An epoch has ended, and the next may have begun."""
+    is_open: bool = False
+    """The ranks may have continued after the last event."""
+
+    def __post_init__(self) -> None:
+        self.passes = self.passes or [0] * self.num_ranks
+        self.members = self.members or frozenset(range(self.num_ranks))
 
     def add(self, event: Event) -> None:
         """Count one event."""
@@ -240,43 +245,41 @@ class PassCounter:
             self._join(event)
         elif isinstance(event, EpochEnd):
             self._count_begun()
-            self._epoch, self._is_between = event.epoch, True
+            self.epoch, self.is_between = event.epoch, True
             self.num_ended = max(self.num_ended, event.epoch)
         elif isinstance(event, Progress) or (isinstance(event, Finished) and event.reason == STOPPED):
-            self._epoch += self._is_between
+            self.epoch += self.is_between
             self._count_begun()
-            self._is_open = isinstance(event, Progress)
+            self.is_open = isinstance(event, Progress)
         elif isinstance(event, Finished):
-            self._is_between = self._is_open = False
+            self.is_between = self.is_open = False
 
     def finish(self) -> list[int]:
         """Return the counts by rank. Call it once, after the last event."""
         self._count_begun()
-        return self._passes
+        return self.passes
 
     def _join(self, event: Joined) -> None:
         if not event.is_start:
             if event.step:  # of the epoch, which those have begun who are lost now, too
                 self._count_begun()
-            if not self._is_between:  # else they are counted with the epoch
-                self._count_passes(newcomers_of(event, self._members))
-                self._epoch, self._is_open = event.epoch, True
-            self._members = members_of(event)
+            if not self.is_between:  # else they are counted with the epoch
+                self._count_passes(newcomers_of(event, self.members))
+                self.epoch, self.is_open = event.epoch, True
+            self.members = members_of(event)
             return
         # csdctl was ended while the ranks continued, or the events of another server are not here
-        unreported = (event.epoch - self._epoch) * bool(
-            self._is_open or (event.total_steps and not self._epoch)
-        )
-        self._count_passes(self._members, max(unreported, 1 if self._is_between else 0))
-        self._members = members_of(event)
-        self._epoch, self._is_between, self._is_open = event.epoch, False, True
-        self._count_passes(self._members)
+        unreported = (event.epoch - self.epoch) * bool(self.is_open or (event.total_steps and not self.epoch))
+        self._count_passes(self.members, max(unreported, 1 if self.is_between else 0))
+        self.members = members_of(event)
+        self.epoch, self.is_between, self.is_open = event.epoch, False, True
+        self._count_passes(self.members)
 
     def _count_begun(self) -> None:
-        if self._is_between:
-            self._count_passes(self._members)
-        self._is_between = False
+        if self.is_between:
+            self._count_passes(self.members)
+        self.is_between = False
 
     def _count_passes(self, ranks: Iterable[int], count: int = 1) -> None:
         for rank in ranks:
-            self._passes[rank] += count
+            self.passes[rank] += count

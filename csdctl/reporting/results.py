@@ -1,13 +1,14 @@
 """The results of a run, from its events and its manifest, and its state in a line."""
 
+import os
 from collections import Counter, deque
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from math import log
 from statistics import median
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from csdctl.documents import load_kept
 from csdctl.errors import InputError
@@ -15,12 +16,14 @@ from csdctl.perfmodel.spread import Range
 from csdctl.reporting.energy import RunEnergy, add_up_energy
 from csdctl.reporting.privacy import PassCounter, Privacy, measure_privacy
 from csdctl.reporting.series import RunSeries, SeriesBuilder
-from csdctl.reporting.tally import Tally, members_of
+from csdctl.reporting.tally import Tally
 from csdctl.runs.directory import Manifest, ProjectDirectory, RunDirectory
 from csdctl.runs.ledger import MEASURED, read_power
+from csdctl.runs.stored_events import find_end
 from csdctl.tuning.plan import DATA_PARALLEL, SPLIT
 from csdctl.worker.protocol import events
 from csdctl.worker.protocol.events import EpochEnd, Event, Progress
+from csdctl.worker.protocol.file_state import file_state
 
 COMPLETED, STOPPED, FAILED, INTERRUPTED = "completed", "stopped", "failed", "interrupted"
 RUNNING = "running"
@@ -128,40 +131,46 @@ class RunSummary:
     """Why it ended before its last epoch: 'early stopping', 'max steps' or 'asked to stop'."""
 
 
+@dataclass
 class RunFollower:
     """Follows what a run has come to from its events, in order, and keeps none of them."""
 
-    def __init__(self, num_ranks: int) -> None:
-        self.tally = Tally()
-        self.passes = PassCounter(num_ranks)
-        self.latest: Progress | EpochEnd = NO_EPOCH
-        """The latest report of rank 0."""
-        self.last_epoch = self.best_epoch = NO_EPOCH
-        """The latest end of an epoch of rank 0, and the one of best.keras."""
-        self.changes = Counter[str]()
-        """Changes of batch sizes, by outcome."""
-        self.noise_scales: deque[float] = deque(maxlen=MAX_EPOCHS)
-        """Of each epoch in which it is known."""
-        self.lost_nodes: dict[str, None] = {}
-        self.failures: list[str] = []
-        self._has_failed = False
-        """Whether a rank has failed since the latest steps."""
-        self._members = frozenset(range(num_ranks))
-        self.finished: dict[int, str] = {}
-        """Why it ended before its last epoch, of each rank that has finished."""
-        self.open_epochs: dict[int, tuple[frozenset[int], dict[int, str]]] = {}
-        """Epochs that did not end with the same weights on all ranks: who has to report, and the hashes."""
+    passes: PassCounter
+    tally: Tally = field(default_factory=Tally)
+    latest: Progress | EpochEnd = NO_EPOCH
+    """The latest report of rank 0."""
+    last_epoch: EpochEnd = NO_EPOCH
+    best_epoch: EpochEnd = NO_EPOCH
+    """The latest end of an epoch of rank 0, and the one of best.keras."""
+    changes: Counter[str] = field(default_factory=Counter)
+    """Changes of batch sizes, by outcome."""
+    noise_scales: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_EPOCHS))
+    """Of each epoch in which it is known."""
+    lost_nodes: dict[str, None] = field(default_factory=dict)
+    failures: list[str] = field(default_factory=list)
+    has_failed: bool = False
+    """Whether a rank has failed since the latest steps."""
+    finished: dict[int, str] = field(default_factory=dict)
+    """Why it ended before its last epoch, of each rank that has finished."""
+    open_epochs: dict[int, tuple[frozenset[int], dict[int, str]]] = field(default_factory=dict)
+    """Epochs that did not end with the same weights on all ranks: who has to report, and the hashes."""
+    latest_s: float | None = None
+    """When the latest event arrived, in Unix time. None: there is none, or nobody has told."""
 
     @property
     def state(self) -> str:
         """The state that the events show."""
-        if self._members - self.finished.keys():
-            return FAILED if self._has_failed else INTERRUPTED
+        if self.passes.members - self.finished.keys():
+            return FAILED if self.has_failed else INTERRUPTED
         return STOPPED if events.STOPPED in self.finished.values() else COMPLETED
 
     def add(self, event: Event) -> None:
         """Add an event."""
         self.tally.add(event)
+        self.note(event)
+
+    def note(self, event: Event) -> None:
+        """Add an event that `tally` has already."""
         self.passes.add(event)
         if isinstance(event, Progress | EpochEnd):
             self._add_report(event)
@@ -170,7 +179,7 @@ class RunFollower:
         elif isinstance(event, events.Finished):
             self.finished[event.rank] = event.reason
         elif isinstance(event, events.Failed):
-            self._has_failed = True
+            self.has_failed = True
             if len(self.failures) < MAX_FAILURES:
                 self.failures.append(f"{event.node}: {event.message}")
         elif isinstance(event, events.CheckpointSaved) and event.is_best and event.rank == 0:
@@ -181,7 +190,7 @@ class RunFollower:
             self.changes[event.outcome] += 1
 
     def _add_report(self, event: Progress | EpochEnd) -> None:
-        self._has_failed = False
+        self.has_failed = False
         if event.rank == 0:
             self.latest = event
         if isinstance(event, EpochEnd):
@@ -191,11 +200,10 @@ class RunFollower:
                 self.noise_scales.extend(() if event.noise_scale is None else (event.noise_scale,))
 
     def _join(self, event: events.Joined) -> None:
-        self._members = members_of(event)
         for rank in self.tally.newcomers:
             self.finished.pop(rank, None)  # the run was resumed
         for epoch, (needed, hashes) in [*self.open_epochs.items()]:  # not from ranks that were lost since
-            self._close_epoch(epoch, needed & self._members, hashes)
+            self._close_epoch(epoch, needed & self.passes.members, hashes)
 
     def _compare_weights(self, event: EpochEnd) -> None:
         """Note the hash that a rank reports, before or after rank 0 does."""
@@ -203,9 +211,9 @@ class RunFollower:
         is_closed = event.epoch == last.epoch and event.epoch not in self.open_epochs
         if event.rank and is_closed and event.weights_hash == last.weights_hash:
             return  # of a rank that was lost since
-        needed, hashes = self.open_epochs.get(event.epoch, (self._members, {}))
+        needed, hashes = self.open_epochs.get(event.epoch, (self.passes.members, {}))
         hashes[event.rank] = event.weights_hash
-        self._close_epoch(event.epoch, self._members if event.rank == 0 else needed, hashes)
+        self._close_epoch(event.epoch, self.passes.members if event.rank == 0 else needed, hashes)
 
     def _close_epoch(self, epoch: int, needed: frozenset[int], hashes: dict[int, str]) -> None:
         self.open_epochs.pop(epoch, None)
@@ -265,7 +273,7 @@ def summarize(run_id: str, manifest: Manifest, run: RunFollower) -> RunSummary:
         alone_samples_per_s=reachable,
         efficiency=samples_per_s / reachable if reachable and samples_per_s else None,
         **{name: getattr(run.last_epoch, name) for name in RESULTS},
-        identical_weights=run.last_epoch is not NO_EPOCH and not run.open_epochs,
+        identical_weights=run.last_epoch != NO_EPOCH and not run.open_epochs,
         failures=tuple(run.failures),
         lost_nodes=tuple(run.lost_nodes),
         num_private_unread=tally.num_private_unread,
@@ -301,10 +309,11 @@ def read_results(run: RunDirectory) -> RunResults:
     """Add up the events of a run in one pass. Raises InputError for a run without any."""
     manifest = run.read_manifest()
     nodes = manifest.nodes
-    builder, follower, stored = SeriesBuilder(nodes), RunFollower(len(nodes)), run.read_events(nodes)
+    builder, stored = SeriesBuilder(nodes), run.read_events(nodes)
+    follower = RunFollower(PassCounter(len(nodes)), builder.tally)
     for time_s, event in stored.with_times():
         builder.add(time_s, event)
-        follower.add(event)
+        follower.note(event)
     summary, series = summarize(run.run_id, manifest, follower), builder.build()
     samples = {node: round(sum(series.samples[rank])) for rank, node in enumerate(series.nodes)}
     energy = add_up_energy(read_power(run), series.nodes, samples, series.trained)
@@ -371,22 +380,52 @@ class RunStatus:
     reason: str = ""
 
 
-def load_run_status(run: RunDirectory) -> RunStatus:
-    """Return what is known of `run`. One whose files cannot be read has only its state."""
+@dataclass(frozen=True)
+class KeptStatus:
+    """The status of a run, which counts while the files that it was made from are as they were."""
+
+    status: RunStatus
+    files: dict[str, tuple[int, ...]]
+    """Their states. csdctl appends to the log and replaces the others, so that size or inode changes."""
+    has_ended: bool
+    """Whether no csdctl may be at work on the run. Otherwise `follower` has followed the log to `end`."""
+    follower: RunFollower | None = None
+    end: tuple[int, int] = (0, 0)
+    version: Literal[1] = 1
+    """Incremented whenever the same files lead to another status."""
+
+
+Statuses = dict[str, KeptStatus]
+"""By run ID."""
+
+
+def load_run_status(run: RunDirectory, kept: KeptStatus | None = None) -> KeptStatus:
+    """Return what is known of `run`: `kept` if that counts. A log that has only grown is read on.
+
+    A run whose manifest cannot be read has only its state. Raises InputError and OSError for other files.
+    """
+    paths = run.manifest, run.process, run.events
+    files = {path.name: file_state(os.lstat(path))[1:] for path in paths if os.path.lexists(path)}
+    if kept and kept.files == files:  # without devices, which may differ after a reboot
+        return kept
     try:
         manifest = run.read_manifest()
     except InputError:
-        return RunStatus(run.run_id, INTERRUPTED)
-    nodes = manifest.nodes
-    follower, last_event_s = RunFollower(len(nodes)), None
-    for time_s, event in run.read_events(nodes).skim():
-        last_event_s = time_s
+        return KeptStatus(RunStatus(run.run_id, INTERRUPTED), files, has_ended=False)
+    process = load_kept(run.process, dict[str, Any]) or {}
+    has_ended = not process or "ended" in process
+    nodes, end = manifest.nodes, (0, 0) if has_ended else find_end(run.events)
+    follower, start = RunFollower(PassCounter(len(nodes))), 0
+    is_same = kept and kept.files.get(run.manifest.name) == files[run.manifest.name]
+    if kept and kept.follower and is_same and find_end(run.events, kept.end[0]) == kept.end:
+        follower, start = kept.follower, kept.end[0]
+    for follower.latest_s, event in run.read_events(nodes).skim(start, None if has_ended else end[0]):
         follower.add(event)
     latest, last_epoch = follower.latest, follower.last_epoch
     epochs = manifest.recipe.get("epochs")
-    return RunStatus(
+    status = RunStatus(
         run.run_id,
-        read_end(run)[0] or follower.state,
+        str(process.get("state", "")) or follower.state,
         job=str(manifest.job.get("path", "")),
         strategy=manifest.strategy,
         num_ranks=len(nodes),
@@ -399,6 +438,7 @@ def load_run_status(run: RunDirectory) -> RunStatus:
         validation_accuracy=last_epoch.validation_accuracy,
         reason=follower.finished.get(0, ""),
         samples_per_s=follower.tally.ranks[0].throughput,
-        last_event_s=last_event_s,
+        last_event_s=follower.latest_s,
         emulated=bool(manifest.plan.emulated),
     )
+    return KeptStatus(status, files, has_ended, None if has_ended else follower, end)

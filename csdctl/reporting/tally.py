@@ -8,7 +8,7 @@ cover all reports.
 
 from collections import defaultdict
 from collections.abc import Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from csdctl.worker.protocol.events import EpochEnd, Event, Joined, Progress
@@ -68,44 +68,49 @@ def newcomers_of(event: Joined, before: Set[int]) -> frozenset[int]:
     return members_of(event) - (set() if event.is_start else before - lost)
 
 
+@dataclass
 class Tally:
     """Adds up the events of a run in order of arrival, and keeps none of them."""
 
-    def __init__(self) -> None:
-        self.ranks: defaultdict[int, Amounts] = defaultdict(Amounts)
-        """All reports, by rank."""
-        self.epoch = Amounts()
-        """The reports of rank 0 in the current epoch. After its end, until the next one begins."""
-        self.steps = 0
-        """Steps of the model."""
-        self._since_joined: defaultdict[int, Amounts] = defaultdict(Amounts)
-        """By rank, the reports that the next end of an epoch includes."""
-        self.members: frozenset[int] = frozenset()
-        """The ranks that take part."""
-        self.newcomers: frozenset[int] = frozenset()
-        """The ranks that began to take part with the latest `Joined`."""
-        self._ended: dict[int, tuple[int, int]] = {}
-        """Samples and unread private samples, by epoch that has ended."""
-        self._num_missing = 0  # epochs whose end is not in the log: with as many samples as the largest
-        self._current = 0
-        """The epoch that `epoch` is of."""
-        self._open_samples = 0
+    ranks: dict[int, Amounts] = field(default_factory=dict)
+    """All reports, by rank."""
+    epoch: Amounts = Amounts()
+    """The reports of rank 0 in the current epoch. After its end, until the next one begins."""
+    steps: int = 0
+    """Steps of the model."""
+    since_joined: dict[int, Amounts] = field(default_factory=dict)
+    """By rank, the reports that the next end of an epoch includes."""
+    members: frozenset[int] = frozenset()
+    """The ranks that take part."""
+    newcomers: frozenset[int] = frozenset()
+    """The ranks that began to take part with the latest `Joined`."""
+    ended: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """Samples and unread private samples, by epoch that has ended."""
+    num_missing: int = 0
+    """Epochs whose end is not in the log: with as many samples as the largest."""
+    current: int = 0
+    """The epoch that `epoch` is of."""
+    open_samples: int = 0
+
+    def __post_init__(self) -> None:
+        self.ranks = defaultdict(Amounts, self.ranks)
+        self.since_joined = defaultdict(Amounts, self.since_joined)
 
     @property
     def samples(self) -> int:
         """Samples of the model's steps, over all ranks."""
-        ended = [samples for samples, _ in self._ended.values()]
-        return sum(ended) + self._num_missing * max(ended, default=0) + self._open_samples
+        ended = [samples for samples, _ in self.ended.values()]
+        return sum(ended) + self.num_missing * max(ended, default=0) + self.open_samples
 
     @property
     def num_epochs(self) -> int:
         """Epochs that have ended."""
-        return len(self._ended) + self._num_missing
+        return len(self.ended) + self.num_missing
 
     @property
     def num_private_unread(self) -> int:
         """Private samples that were not read because their node was absent, once for each epoch."""
-        return sum(unread for _, unread in self._ended.values())
+        return sum(unread for _, unread in self.ended.values())
 
     def add(self, event: Event) -> Amounts | None:
         """Add an event. Return what it reports that was not reported before. None: nothing of steps."""
@@ -119,9 +124,9 @@ class Tally:
         times = event.compute_s, event.wait_s, event.wall_s, event.input_s, event.others_s, event.cpu_s
         report, rank = Amounts(event.steps, event.samples, count, *times), event.rank
         if isinstance(event, EpochEnd):
-            report = report.without(self._since_joined.pop(rank, Amounts()))
+            report = report.without(self.since_joined.pop(rank, Amounts()))
         else:
-            self._since_joined[rank] += report
+            self.since_joined[rank] += report
         self.ranks[rank] += report
         if rank == 0:
             self._follow(event, report)
@@ -130,23 +135,23 @@ class Tally:
     def _join(self, event: Joined) -> None:
         self.newcomers, self.members = newcomers_of(event, self.members), members_of(event)
         for rank in self.newcomers:
-            self._since_joined.pop(rank, None)
+            self.since_joined.pop(rank, None)
         if not event.is_start:
             return
         self.steps = event.total_steps
         # A checkpoint may be older than the end of an epoch; a power failure may take ends from the log.
-        self._ended = {epoch: ended for epoch, ended in self._ended.items() if epoch < event.epoch}
-        self._num_missing = event.epoch - 1 - len(self._ended)
-        if event.epoch_samples or not event.step or event.epoch != self._current:
-            self._open_samples = event.epoch_samples
+        self.ended = {epoch: ended for epoch, ended in self.ended.items() if epoch < event.epoch}
+        self.num_missing = event.epoch - 1 - len(self.ended)
+        if event.epoch_samples or not event.step or event.epoch != self.current:
+            self.open_samples = event.epoch_samples
 
     def _follow(self, event: Progress | EpochEnd, report: Amounts) -> None:
         """Follow the position of the model, which rank 0 reports. The end of an epoch may come twice."""
-        if event.epoch != self._current:
-            self._current, self.epoch = event.epoch, Amounts()
+        if event.epoch != self.current:
+            self.current, self.epoch = event.epoch, Amounts()
         self.epoch += report
         self.steps += report.steps
-        self._open_samples += report.global_samples
+        self.open_samples += report.global_samples
         if isinstance(event, EpochEnd):
-            self._ended[event.epoch] = event.global_samples, event.num_lost
-            self._open_samples = 0
+            self.ended[event.epoch] = event.global_samples, event.num_lost
+            self.open_samples = 0

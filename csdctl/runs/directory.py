@@ -103,8 +103,9 @@ class Manifest(_Part):
 
 def check_links(directory: Path) -> None:
     """Raise InputError for a symbolic link in a run's directory: csdctl writes none, and would follow it."""
-    for path in itertools.chain([directory], directory.rglob("*")):
-        if path.is_symlink():
+    names = ((place, name) for place, *below in os.walk(directory) for name in itertools.chain(*below))
+    for path in itertools.chain([str(directory)], itertools.starmap(os.path.join, names)):
+        if os.path.islink(path):
             raise InputError(
                 f"{path} is a symbolic link, which csdctl does not create in a run",
                 remedy="replace it with the file itself, or remove it",
@@ -138,6 +139,7 @@ class ProjectDirectory:
     failed = _Below("failed.json")
     """The nodes on which the latest command failed."""
     runs = _Below("runs")
+    statuses = _Below("statuses.json")
     emulated = _Below("emulated")
     shards = _Below("shards")
     """Shards for the nodes, before they are stored."""
@@ -180,7 +182,7 @@ class ProjectDirectory:
         check_directory(self.runs)
         if not self.runs.exists():
             return []
-        return sorted(path.name for path in self.runs.iterdir() if path.is_dir())
+        return sorted(entry.name for entry in os.scandir(self.runs) if entry.is_dir())
 
     def find_run(self, run_id: str | None) -> "RunDirectory":
         """Return the run with this id or its beginning. None and LATEST: the latest. Raises InputError."""

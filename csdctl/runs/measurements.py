@@ -1,7 +1,7 @@
 """Stored measurements, by model, recipe, machine class and settings, for the next tuning run: JSON lines."""
 
 import json
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from csdctl.documents import append_lines
+from csdctl.documents import append_lines, save_bytes
 from csdctl.errors import CsdctlError, InputError
 from csdctl.fleet.hardware import FleetClass, MachineClass
 from csdctl.notify import Say
@@ -61,6 +61,14 @@ TRIAL = Kind("trial", TypeAdapter(Stored[TrialMeasurement, FleetClass]), lambda 
 KINDS: dict[str, Kind[Any, Any]] = {kind.name: kind for kind in (PROBE, SUM, TRIAL)}
 
 
+def _key(stored: Stored[Any, Any]) -> tuple[str, str, str, str]:
+    return stored.kind, stored.measured_class.key, stored.model.hash, stored.recipe
+
+
+def _to_line(stored: Stored[Any, Any]) -> bytes:
+    return json.dumps(KINDS[stored.kind].adapter.dump_python(stored)).encode() + b"\n"
+
+
 class MeasurementStore:
     """The measurements in a file. Failures raise CsdctlError. If `is_optional`, they are reported instead."""
 
@@ -79,7 +87,9 @@ class MeasurementStore:
                 except (ValidationError, ValueError, TypeError, KeyError, RecursionError):
                     num_foreign += 1
         except (OSError, InputError) as error:
+            is_fresh = True
             self._fail("earlier measurements are not used", error, "make that file readable, or remove it")
+        self._is_whole = not (is_fresh or num_foreign)
         if num_foreign:
             say(f"{path}: lines that are damaged or of another version are ignored: {num_foreign}")
 
@@ -91,12 +101,16 @@ class MeasurementStore:
         model: ModelProperties = NO_MODEL,
         recipe: str = "",
     ) -> None:
-        """Store measurements of one class."""
+        """Store measurements of one class, where no other process does. Those that are not used go."""
         added = [Stored(kind.name, model, recipe, measured_class, value) for value in values]
         self._stored += added
+        newest = self._find_newest()
         try:
-            lines = (json.dumps(kind.adapter.dump_python(stored)) + "\n" for stored in added)
-            append_lines(self._path, "".join(lines).encode())
+            if len(self._stored) > 2 * len(newest) and self._is_whole:
+                self._stored = newest
+                save_bytes(self._path, b"".join(map(_to_line, newest)))
+            else:
+                append_lines(self._path, b"".join(map(_to_line, added)))
         except (OSError, InputError) as error:
             self._fail("measurements are not stored", error, "free some disk space, or fix permissions")
 
@@ -105,15 +119,16 @@ class MeasurementStore:
     ) -> list[ValueT]:
         """Return the newest measurements of a kind on one class, of one model and recipe, oldest first."""
         key = kind.name, class_key, model_hash, recipe
-        values: list[ValueT] = [
-            stored.value
-            for stored in sorted(self._stored, key=lambda stored: stored.value.measured_at)
-            if (stored.kind, stored.measured_class.key, stored.model.hash, stored.recipe) == key
-        ]
-        repeated: dict[Any, list[ValueT]] = defaultdict(list)
-        for value in values:
-            repeated[kind.identity(value)].append(value)
-        return [value for value in values if value in repeated[kind.identity(value)][-NUM_NEWEST:]]
+        return [stored.value for stored in self._find_newest() if _key(stored) == key]
+
+    def _find_newest(self) -> list[Stored[Any, Any]]:
+        """Return the measurements that are used, oldest first."""
+        num_newer, newest = Counter[Any](), list[Stored[Any, Any]]()
+        for stored in sorted(self._stored, key=lambda stored: stored.value.measured_at)[::-1]:
+            setting = (*_key(stored), KINDS[stored.kind].identity(stored.value))
+            num_newer[setting] += 1
+            newest += [stored] if num_newer[setting] <= NUM_NEWEST else []
+        return newest[::-1]
 
     def _fail(self, failure: str, error: OSError | InputError, remedy: str) -> None:
         message = f"{failure}: {self._path}: {getattr(error, 'strerror', None) or error}"

@@ -3,9 +3,10 @@
 import contextlib
 import os
 import re
+import sys
 import time
+import zlib
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ EVENTS_LOST = "events lost"
 """The reason of a run whose csdctl recorded that it completed, although its events do not show that."""
 MAX_LINE_BYTES = 4 << 20
 """More than any event."""
-CHUNK_BYTES, MAX_DROPPED_BYTES = 1 << 18, 256 << 20
+CHUNK_BYTES, MAX_DROPPED_BYTES, CHECKED_BYTES = 1 << 18, 256 << 20, 256
 _OF_OTHERS = re.compile(rb'\{"time":[\d.]+,"event":"Progress","rank":[1-9]')
 """The beginning of a line with progress of a rank other than 0, as `EventLog` writes it."""
 
@@ -47,9 +48,9 @@ class StoredEvents:
             raise InputError(problem, remedy="it ended before training started, or restore the file")
         yield from self._read(read_lines(self._path))
 
-    def skim(self) -> Iterator[tuple[float, Event]]:
-        """Yield as `with_times`, without progress of ranks other than 0, which is not parsed."""
-        lines = (line for line in read_lines(self._path) if not _OF_OTHERS.match(line))
+    def skim(self, start: int = 0, stop: int | None = None) -> Iterator[tuple[float, Event]]:
+        """Yield as `with_times` between two ends of lines, without progress of ranks other than 0."""
+        lines = (line for line in read_lines(self._path, start, stop) if not _OF_OTHERS.match(line))
         yield from self._read(lines)
 
     def follow(self, is_over: Callable[[], bool], interval_s: float) -> Iterator[tuple[float, Event]]:
@@ -95,10 +96,23 @@ def _parse(line: bytes) -> tuple[float, dict[str, Any]]:
     return time_s, content
 
 
-def read_lines(path: Path) -> Iterator[bytes]:
+def read_lines(path: Path, start: int = 0, stop: int | None = None) -> Iterator[bytes]:
     """Yield the lines of a file, if there is one. Raises InputError if it cannot be read or has no lines."""
     with contextlib.suppress(FileNotFoundError), open_regular(path) as file:
-        yield from _lines(iter(partial(file.read, CHUNK_BYTES), b""), path)
+        file.seek(start)
+        stop = sys.maxsize if stop is None else stop
+        yield from _lines(iter(lambda: file.read(max(0, min(CHUNK_BYTES, stop - file.tell()))), b""), path)
+
+
+def find_end(path: Path, stop: int = sys.maxsize) -> tuple[int, int]:
+    """Return where the last whole line before byte `stop` ends, and a checksum of the bytes before that."""
+    with contextlib.suppress(FileNotFoundError), open_regular(path) as file:
+        stop = min(file.seek(0, os.SEEK_END), stop)
+        start = file.seek(max(0, stop - MAX_LINE_BYTES))
+        content = file.read(stop - start)
+        num_bytes = content.rfind(b"\n") + 1
+        return start + num_bytes, zlib.crc32(content[max(0, num_bytes - CHECKED_BYTES) : num_bytes])
+    return 0, 0
 
 
 def _lines(parts: Iterator[bytes], path: Path) -> Iterator[bytes]:

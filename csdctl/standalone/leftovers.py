@@ -34,6 +34,11 @@ COPIES = ".csdctl/copies"
 SANDBOX_USERS = range(1_907_000_000, 1_907_000_000 + 3600 * 65_536)
 """User IDs of the sandboxes that root starts (worker/protocol/sandbox.py)."""
 TREES, OBJECTS = ".csdctl/trees/*", ".csdctl/objects/*"
+KEPT = (
+    *(f".csdctl/{place}/*" for place in ("data", "features", "predictions", "models", "shards")),
+    *(".csdctl/data/.part-*", ".csdctl/logs/*", ".csdctl/scratch/*", ".csdctl/detached-*.log"),
+)
+"""Patterns of what is made again when it is needed, and of logs."""
 RECEIVE_LOCK = ".csdctl/receive.lock"
 
 
@@ -55,6 +60,10 @@ def main() -> None:
             time.sleep(0.02)
         for pid in processes:
             remove(glob.glob(scratch_directories(pid)))
+    is_pruning = not run_id and request["is_pruning"]
+    if request["is_removing"] and (is_pruning or request["unused_s"] is not None) and is_own(".csdctl"):
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+        fcntl.flock(os.open(RECEIVE_LOCK, flags, 0o600), fcntl.LOCK_EX)  # no delivery goes on meanwhile
     paths = [f"{COPIES}/.csdctl/runs/{run_id}", step_files(COPIES, run_id)] if run_id else find_paths(request)
     paths = [path for path in paths if os.path.lexists(path) and is_own(path)]
     leftovers = {
@@ -65,12 +74,11 @@ def main() -> None:
     }
     if request["is_removing"]:
         remove(paths)
+        remove(find_unused() if is_pruning else [])  # the objects of trees that were removed
         leftovers["paths"] = paths = [path for path in paths if not os.path.lexists(path)]
         place = os.getcwd()
         if request["is_removing_all"] and os.path.basename(os.path.dirname(place)) == "machines":
             remove_empty(place)
-    if request["is_pruning"]:
-        leftovers["num_unused"] = prune()
     for name, path in (("features_bytes", FEATURES), ("predictions_bytes", PREDICTIONS)):
         leftovers[name] = size_of(path) if not run_id and path not in paths and os.path.isdir(path) else 0
     print("@csdctl-result " + json.dumps(leftovers), flush=True)
@@ -156,8 +164,15 @@ def find_paths(request: "dict[str, Any]") -> "list[str]":
     paths = [path for pattern in PARTS for path in glob.glob(pattern)]
     if request["is_removing_all"]:
         paths = [*find_linked_trees().values(), ".csdctl", *glob.glob(step_files())]
-    elif request["is_removing_computed"]:
-        paths += [FEATURES, PREDICTIONS]
+    else:
+        paths += [FEATURES, PREDICTIONS] if request["is_removing_computed"] else []
+        kept = find_unused()
+        paths += kept if request["is_pruning"] else []
+        if request["unused_s"] is not None:
+            kept += [path for pattern in KEPT for path in glob.glob(pattern)]
+            new = [path for path in kept if os.path.dirname(path) not in paths]
+            paths += [path for path in new if is_older(path, request["unused_s"])]
+        paths = [*dict.fromkeys(paths)]
     paths += [*glob.glob(step_files(COPIES)), COPIES]
     # A process that was killed leaves its directory behind.
     for path in glob.glob(scratch_directories("*")):
@@ -199,19 +214,24 @@ def find_linked_trees() -> "dict[str, str]":
     return destinations
 
 
-def prune() -> int:
-    """Remove trees without a link, and objects of no tree, such as the worker. Return their number."""
+def find_unused() -> "list[str]":
+    """Return trees without a link, and objects of no tree, such as the worker."""
     if not is_own(".csdctl"):  # another user could lead elsewhere
-        return 0
-    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
-    with os.fdopen(os.open(RECEIVE_LOCK, flags, 0o600), "r+") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        used = find_linked_trees()
-        trees = [path for path in glob.glob(TREES) if not path.endswith(".link") and path not in used]
-        remove([*trees, *(f"{path}.link" for path in trees)])
-        objects = [path for path in glob.glob(OBJECTS) if os.lstat(path).st_nlink == 1]
-        remove(objects)
-        return len(trees) + len(objects)
+        return []
+    used = find_linked_trees()
+    trees = [path for path in glob.glob(TREES) if not path.endswith(".link") and path not in used]
+    links = [f"{path}.link" for path in trees if os.path.lexists(f"{path}.link")]
+    return [*trees, *links, *(path for path in glob.glob(OBJECTS) if os.lstat(path).st_nlink == 1)]
+
+
+def is_older(path: str, seconds: float) -> bool:
+    """Return whether nothing has read or written a file, or one below a directory, for so long."""
+    files = [os.path.join(place, name) for place, _, names in os.walk(path) for name in names]
+    times = [0.0]
+    for file in files or [path]:
+        with contextlib.suppress(OSError):
+            times += [os.lstat(file).st_atime, os.lstat(file).st_mtime]
+    return max(times) < time.time() - seconds
 
 
 def size_of(path: str) -> int:

@@ -135,7 +135,7 @@ class RankStarter:
     spec_paths: dict[str, str] = field(default_factory=dict)
     """The spec on those machines."""
     opened: dict[str, ExitStack] = field(default_factory=dict)
-    """Resources of nodes that were reconnected; closed when that connection is lost, too."""
+    """Resources of each node that was reconnected; closed when that connection is lost, too."""
     paths: dict[int, int] = field(default_factory=dict)
     """By rank, which of the paths of its link has connected."""
     over: threading.Event = field(default_factory=threading.Event)
@@ -170,7 +170,9 @@ class RankStarter:
                 if node == HOST_NAME:
                     raise
             before.close()
-        self.opened.pop(node, ExitStack()).close()
+        if node not in self.opened:
+            self.opened[node] = self.stack.enter_context(ExitStack())
+        self.opened[node].close()
         with ExitStack() as opened:  # closed again when this attempt fails
             connections = opened.enter_context(closing(Connections(fleet, self.directory, self.on_traffic)))
             session = connections.connect(fleet.node(node))
@@ -183,7 +185,7 @@ class RankStarter:
                 raise NodeError("the run is over", node=node)
             process = self._start_process(rank, session)
             self.mpirun.sessions[node] = session
-            self.opened[node] = self.stack.enter_context(opened.pop_all())
+            self.opened[node].enter_context(opened.pop_all())
             return process
 
     def start_link(self, rank: int) -> Link:

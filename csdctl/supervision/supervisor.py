@@ -8,13 +8,14 @@ the others go on without it. Here it is restarted, and rank 0 lets it in again (
 """
 
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from csdctl.errors import CsdctlError, DeadlineError, InputError, NodeError, RunError
 from csdctl.fleet.names import format_node_names
-from csdctl.launch.mpi_job import JobOutcome, explain_link
+from csdctl.launch.mpi_job import JobOutcome, add_mpirun_traffic, explain_link
 from csdctl.supervision.rank_processes import ProcessEnded, RankMessage, RankProcesses, Restarted
 from csdctl.supervision.run_setup import Conditions, Link, RankStarter
 from csdctl.worker.protocol import events
@@ -114,7 +115,8 @@ class Supervisor:
         self._waiting_pinged = 0.0
         self.stopped_by = ""
         """USER or CALLBACK, who has asked for the end of the run; '' if nobody has."""
-        self.outcomes: list[JobOutcome] = []
+        self.mpirun_bytes: Counter[tuple[str, str, str]] = Counter()
+        """Bytes on the connections of all mpiruns that have ended."""
 
     def run(self) -> None:
         """Train to the end. Raise RunError, DeadlineError, InputError. KeyboardInterrupt for the second."""
@@ -267,8 +269,9 @@ class Supervisor:
         if link is None:
             return JobOutcome()
         link.end()
-        self.outcomes.append(link.wait())
-        return self.outcomes[-1]
+        outcome = link.wait()
+        self.mpirun_bytes.update(add_mpirun_traffic(outcome, self._starter.mpirun.fleet))
+        return outcome
 
     # Losses
 

@@ -82,17 +82,15 @@ def build_table(
     *,
     title: str = "",
     styles: Sequence[str] = (),
-    gap: int = 0,
 ) -> Table:
-    """Return a table. `styles`: of the rows. With a `gap` between columns, it has no lines."""
+    """Return a table. `styles`: of the rows."""
     table = Table(
         title=title or None,
         title_justify="left",
         title_style="bold",
-        box=None if gap else SIMPLE_HEAD,
-        padding=(0, gap or 1, 0, 0),
-        header_style="dim" if gap else "bold",
-        pad_edge=not gap,
+        box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        header_style="bold",
     )
     for column in columns:
         justify: JustifyMethod = "right" if column.startswith(NUMBER) else "left"
@@ -100,6 +98,23 @@ def build_table(
     for number, row in enumerate(rows):
         table.add_row(*row, style=styles[number] if styles else None)
     return table
+
+
+def print_rows(
+    console: PrintableConsole, columns: Sequence[str], rows: Sequence[Sequence[str]], styles: Sequence[str]
+) -> None:
+    """Print a row on each line, or a table with folded cells in a terminal that is too narrow for that."""
+    lines = [[name.lstrip(NUMBER) for name in columns], *rows]
+    signs = [">" if name.startswith(NUMBER) else "<" for name in columns]
+    widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
+    if console.is_terminal and sum(widths) + len(widths) > console.width + 1:
+        console.print(build_table(columns, rows, styles=styles))
+        return
+    text = Text()  # Rich would lay out each cell, which takes a second for a thousand rows
+    for line, style in zip(lines, ["dim", *styles], strict=True):
+        cells = [f"{cell:{sign}{width}}" for cell, sign, width in zip(line, signs, widths, strict=True)]
+        text.append(make_printable(" ".join(cells).rstrip()) + "\n", style)
+    console.print(text, soft_wrap=True, end="")
 
 
 def build_pairs(pairs: Iterable[tuple[str, str | Text]]) -> Table:

@@ -351,8 +351,6 @@ def render_cleaned(console: PrintableConsole, outcome: Outcome[Leftovers], *, is
         verb = "could be removed" if is_dry else "removed"
         paths = format_count(leftovers.paths, "path")
         parts.append(f"{paths} ({format_bytes(leftovers.num_bytes)}) {verb}")
-    if leftovers.num_unused:
-        parts.append(f"{format_count(leftovers.num_unused, 'unused file')} removed")
     parts = parts or ["no leftovers"]
     stored = {"features": leftovers.features_bytes, "predictions": leftovers.predictions_bytes}
     if sizes := [f"{name} {format_bytes(num_bytes)}" for name, num_bytes in stored.items() if num_bytes]:

@@ -1,24 +1,28 @@
 """Runs and their reports: lists, runs of another csdctl, results, bytes that were sent, and scaling."""
 
 import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.table import Table
 
 from csdctl.reporting import tables
-from csdctl.reporting.numbers import format_bytes, format_loss, format_rate, format_seconds
+from csdctl.reporting.numbers import format_bytes, format_count, format_loss, format_rate, format_seconds
 from csdctl.reporting.privacy import BATCH_NORM, NOISY_REMARKS, PROMISE, REMARKS, describe_privacy
 from csdctl.reporting.results import COMPLETED, FAILED, INTERRUPTED, RUNNING, STOPPED, RunResults, RunStatus
 from csdctl.runs.directory import RunDirectory
-from csdctl.terminal.console import PrintableConsole, build_pairs, build_table
+from csdctl.terminal.console import PrintableConsole, build_pairs, build_table, print_rows
 from csdctl.terminal.run_view import TrainingView
 from csdctl.terminal.streams import Streams, document
 from csdctl.worker.protocol.events import Event, event_document
 from csdctl.workflows.reporting.report import PrivacyReport
-from csdctl.workflows.runs.manage import look_at
-from csdctl.workflows.train.scale import SeriesPoint
+from csdctl.workflows.runs.manage import StoredRun, look_at
 from csdctl.workflows.workspace.event_stream import RunStarted
+
+if TYPE_CHECKING:
+    from csdctl.workflows.train.scale import SeriesPoint
 
 STYLES = {RUNNING: "green", FAILED: "red", INTERRUPTED: "red", STOPPED: "yellow"}
 """Colour of a run by its state."""
@@ -47,9 +51,10 @@ def show_runs(streams: Streams, runs: Sequence[RunStatus]) -> None:
         return
     now = time.time()
     seconds = [run.run_id[:TO_THE_SECOND] for run in runs]
+    num_runs = Counter(seconds)
     rows = [
         (
-            run.run_id if seconds.count(second) > 1 else second,
+            run.run_id if num_runs[second] > 1 else second,
             run.state + (f": {run.reason}" if run.state == COMPLETED and run.reason else ""),
             f"{run.epoch}/{run.epochs}",
             format_rate(run.samples_per_s),
@@ -61,9 +66,18 @@ def show_runs(streams: Streams, runs: Sequence[RunStatus]) -> None:
     ]
     columns = ("run", "state", ">epoch", ">samples/s", ">loss", ">accuracy", ">last event")
     styles = [STYLES.get(run.state, "none") for run in runs]
-    table = build_table(columns, rows, styles=styles, gap=1)
-    table.columns[0].min_width = max(len(row[0]) for row in rows)  # what is typed
-    streams.console.print(table)
+    print_rows(streams.console, columns, rows, styles)
+
+
+def show_removable(streams: Streams, named: Sequence[StoredRun], total_bytes: int) -> list[str]:
+    """Print what can be removed. Return the IDs of these runs. `total_bytes`: of all runs."""
+    for run, num_bytes, needed in named:
+        stays = f", stays: {needed}" if needed else ""
+        streams.say(f"{run.run_id}: {run.state}, {format_bytes(num_bytes)}{stays}")
+    going = {run.run_id: num_bytes for run, num_bytes, needed in named if not needed}
+    frees, rest_size = map(format_bytes, (sum(going.values()), total_bytes - sum(going.values())))
+    streams.say(f"{format_count(going, 'run')} to remove, which frees {frees}; the others have {rest_size}")
+    return [*going]
 
 
 def _show_metric(validation: float | None, training: float | None) -> str:
@@ -174,7 +188,7 @@ def show_series(streams: Streams, kind: str, series: tables.ScalingSeries) -> No
     streams.console.print(_build_data_table(tables.describe_scaling(series), tables.tabulate_scaling(series)))
 
 
-def show_points(streams: Streams, points: Sequence[SeriesPoint]) -> None:
+def show_points(streams: Streams, points: "Sequence[SeriesPoint]") -> None:
     """Print what `scale` would train."""
     described = [
         {

@@ -72,7 +72,13 @@ def test_everything_is_removed_only_when_confirmed(project: Path) -> None:
     (project / "tree").mkdir()
     (project / "tree" / "file").write_text("content")
     succeed(project, "deploy", "--tree", "tree")
-    assert "--yes" in refuse(project, "clean", "--everything")
+    for option in (["--everything"], ["--unused"], ["--computed"], ["--older-than", "1h"]):
+        said = refuse(project, "clean", *option)
+        assert "csd0: " in said
+        assert (
+            "Remove this on host and 2 nodes? There is no terminal to answer on → confirm with --yes" in said
+        )
+    assert "could be removed" in refuse(project, "clean", "--everything")
     assert on_csd0(project, "cat ~/tree/file") == "content"
     succeed(project, "clean", "--everything", "--yes")
     assert on_csd0(project, "ls -d ~/tree .csdctl 2>/dev/null; true") == "", "no dangling link remains"

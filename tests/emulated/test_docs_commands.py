@@ -213,7 +213,7 @@ PAGES = {
         before={"csdctl runs logs ID csd3 -f": f"export ID={LATEST}", "csdctl runs stop": LONG}
     ),
     "docs/how-to/survive-losses.md": Page(before={"": f"{LONG}; csdctl runs stop"}),
-    "docs/how-to/run-in-production.md": Page(before={"": SHORT}, needs=("jq",)),
+    "docs/how-to/run-in-production.md": Page(before={"": SHORT}),
     "docs/how-to/provision.md": Page(needs=("PyPI", "Debian's archive")),
     TEXT: Page(),
     "docs/how-to/keep-a-fleet.md": Page(
@@ -253,7 +253,7 @@ PAGES = {
 }
 
 
-PROMPTING = re.compile(r"csdctl (?:trust|runs rm ID|clean --everything)\b")
+PROMPTING = re.compile(r"csdctl (?:trust|runs rm|clean --(?:everything|unused|computed|older-than))\b")
 ON_TERMINAL = "import os, pty, sys; sys.exit(os.waitstatus_to_exitcode(pty.spawn(['sh', '-c', sys.argv[1]])))"
 DONE = set[str]()
 """Lines that have run in the directory of the shared fleet."""

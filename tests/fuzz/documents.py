@@ -17,7 +17,7 @@ from csdctl.fleet.hardware import classify_machine
 from csdctl.fleet.model import Fleet, select_nodes
 from csdctl.fleet.openssh import build_ssh_config, list_aliases
 from csdctl.job.model import describe_job, load_job
-from csdctl.reporting.privacy import count_passes, measure_privacy
+from csdctl.reporting.privacy import PassCounter, count_passes, measure_privacy
 from csdctl.reporting.results import RunFollower, RunResults, summarize
 from csdctl.reporting.series import SeriesBuilder
 from csdctl.runs.directory import EventLog, RunDirectory
@@ -122,7 +122,7 @@ def _manifest(content: bytes, directory: Path) -> None:
     run = RunDirectory(directory / "run")
     _in_file(content, run.manifest)
     manifest = run.read_manifest()
-    summarize("run", manifest, RunFollower(len(manifest.placed)))
+    summarize("run", manifest, RunFollower(PassCounter(len(manifest.placed))))
     measure_privacy(manifest, count_passes([], len(manifest.placed)))
 
 
@@ -153,7 +153,7 @@ def _stored_events(content: bytes, directory: Path) -> None:
     manifest = run.read_manifest()
     events = run.read_events(NODES)
     series = SeriesBuilder(NODES)
-    follower = RunFollower(len(NODES))
+    follower = RunFollower(PassCounter(len(NODES)))
     for time_s, event in run.read_events(NODES).with_times():
         series.add(time_s, event)
         follower.add(event)

@@ -3,15 +3,16 @@
 import os
 import runpy
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 
 import csdctl
 from csdctl.cli import options, parameters
 from csdctl.cli.call import Call, on_fleet, open_streams
-from csdctl.cli.parameters import argument, option
+from csdctl.cli.parameters import argument, option, parse_age, parse_size
 from csdctl.errors import InputError
 from csdctl.fleet.names import format_node_names
 from csdctl.reporting.numbers import format_count
@@ -360,6 +361,12 @@ def clean(
     computed: bool = option(
         False, "Remove features and predictions on host and nodes; they are computed again when needed."
     ),
+    older_than: float | None = option(
+        None,
+        "Remove prepared data, features, models, stored files and logs unused for so long, such as 90d.",
+        parser=parse_age,
+        metavar="AGE",
+    ),
     kill: bool = option(False, "Also stop a csdctl that is running there now, from any host."),
     dry_run: bool = options.DRY_RUN,
     yes: bool = options.YES,
@@ -368,25 +375,27 @@ def clean(
     from csdctl.launch.leftovers import CleanupOptions, clean
     from csdctl.terminal.fleet import render_cleaned
 
-    if everything and not dry_run:
-        count = format_count(call.fleet.nodes, "node")
-        call.streams.confirm(
-            f"Remove all files of csdctl on {count}, prepared data and deployed trees too?", yes=yes
-        )
-    outcomes = clean(
-        call.fleet,
-        CleanupOptions(
-            is_ending=not dry_run,
-            is_removing=not dry_run,
-            is_removing_all=everything,
-            is_removing_computed=computed,
-            is_pruning=unused and not dry_run,
-            is_forced=kill,
-        ),
-        directory=call.directory,
-        on_done=lambda outcome: render_cleaned(call.streams.console, outcome, is_dry=dry_run),
+    chosen = CleanupOptions(
+        is_removing_all=everything,
+        is_removing_computed=computed,
+        is_pruning=unused,
+        unused_s=older_than,
+        is_forced=kill,
     )
-    if not everything:
+
+    def visit(*, is_dry: bool) -> Any:
+        return clean(
+            call.fleet,
+            replace(chosen, is_ending=not is_dry, is_removing=not is_dry),
+            directory=call.directory,
+            on_done=lambda outcome: render_cleaned(call.streams.console, outcome, is_dry=is_dry),
+        )
+
+    if not (dry_run or yes) and (everything or computed or unused or older_than is not None):
+        visit(is_dry=True)
+        call.streams.confirm(f"Remove this on host and {format_count(call.fleet.nodes, 'node')}?", yes=False)
+    outcomes = visit(is_dry=dry_run)
+    if not everything and older_than is None:
         call.streams.say(
             "prepared data, logs and deployed trees stay on the nodes: --everything removes them"
         )
@@ -410,7 +419,7 @@ def up(
 
     streams = open_streams(is_json=json)
     directory = streams.project.emulated
-    spec = emulated.EmulatedSpec(emulated.parse_shares(cpu, nodes), emulated.parse_size(memory))
+    spec = emulated.EmulatedSpec(emulated.parse_shares(cpu, nodes), parse_size(memory))
     was_up = emulated.is_up(directory)
     path = emulated.start_fleet(directory, spec, fleet_path=fleet, owner_pid=pid)
     status = emulated.fleet_status(directory)

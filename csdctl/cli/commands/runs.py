@@ -8,7 +8,7 @@ import typer
 
 from csdctl.cli import options, parameters
 from csdctl.cli.call import open_streams
-from csdctl.cli.parameters import LATEST, argument, complete_runs, option
+from csdctl.cli.parameters import LATEST, argument, complete_runs, option, parse_age, parse_size
 from csdctl.errors import ExitCode, InputError
 
 runs = parameters.group(help="List, watch, stop and remove runs.")
@@ -81,19 +81,44 @@ def stop(
 
 @runs.command()
 def rm(
-    runs: list[str] = run_argument(..., "Run IDs, unique prefixes or `latest`.", metavar="RUN..."),
+    runs: list[str] | None = run_argument(None, "Run IDs, unique prefixes or `latest`.", metavar="[RUN]..."),
+    older_than: float | None = option(
+        None, "Runs whose last event is older, such as 90d.", parser=parse_age, metavar="AGE"
+    ),
+    max_size: int | None = option(
+        None,
+        "The oldest runs, until the others have at most this size, such as 50G.",
+        parser=parse_size,
+        metavar="SIZE",
+    ),
+    keep: int | None = option(
+        None, "Keep the newest runs, as many as this; without another rule, all others go.", min=0
+    ),
     yes: bool = options.YES,
     json: bool = options.JSON,
 ) -> None:
-    """Remove runs and their files."""
-    from csdctl.workflows.runs.manage import remove_runs
+    """Remove runs and their files: those named, or all that the rules name.
+
+    A rule removes no run that is running, that is the latest, or whose ID a YAML file of the project has.
+    """
+    from csdctl.terminal.report import show_removable
+    from csdctl.workflows.runs import manage
 
     streams = open_streams(is_json=json)
-    removed = remove_runs(streams.project, runs, lambda question: streams.confirm(question, yes=yes))
+    rules = older_than, max_size, keep
+    if bool(runs) == (rules != (None, None, None)):
+        problem = "received runs and rules" if runs else "received no run and no rule"
+        raise InputError(problem, remedy="pass run IDs, or rules such as --older-than 90d --keep 20")
+    if not runs:
+        stored = [*manage.read_stored(streams.project, streams.say)]
+        total_bytes = sum(num_bytes for _, num_bytes, _ in stored)
+        runs = show_removable(streams, manage.choose_runs(stored, *rules), total_bytes)
+    confirm = partial(streams.confirm, yes=yes)
+    removed = manage.remove_runs(streams.project, runs, confirm) if runs else []
     for run in removed:
         streams.say(f"removed run {run.run_id}")
     names = [run.run_id for run in removed]
-    streams.result({"schema": "csdctl.runs.rm/1", "run": names[0], "runs": names})
+    streams.result({"schema": "csdctl.runs.rm/1", "run": next(iter(names), ""), "runs": names})
 
 
 def report(

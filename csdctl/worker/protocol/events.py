@@ -358,7 +358,8 @@ def check_event(event: Event, nodes: Sequence[str], sender: int | None = None) -
         raise json_codec.ProtocolError(
             f"{name}: expected nodes of the run, received {json_codec.shorten(named)}"
         )
-    if unknown := set(_ranks_in(event)) - set(map(str, range(len(nodes)))):
+    ranks = set(_ranks_in(event))
+    if ranks and (unknown := ranks - set(map(str, range(len(nodes))))):
         raise json_codec.ProtocolError(
             f"{name}: expected ranks of the run, received {json_codec.shorten(sorted(unknown))}"
         )

@@ -207,7 +207,7 @@ def find_model(
     if not has_model(run.model):
         reason, remedy = "it has not finished", "use another run"
         with suppress(InputError):
-            status = load_run_status(run)
+            status = load_run_status(run).status
             if status.state == COMPLETED:
                 reason = f"it has completed, but the file is {'damaged' if run.model.exists() else 'gone'}"
             elif status.state == FAILED:

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from csdctl.fleet.model import HOST_NAME
 from csdctl.launch.leftovers import end_run
-from csdctl.launch.mpi_job import add_mpirun_traffic, add_rank_traffic
+from csdctl.launch.mpi_job import add_rank_traffic
 from csdctl.launch.mpirun import Mpirun
 from csdctl.reporting.tally import members_of, newcomers_of
 from csdctl.runs.directory import RunDirectory
@@ -100,5 +100,5 @@ def run_spec(
             if conditions.is_resumable:
                 space.ledger.run = spec.run_id
             space.ledger.add(add_rank_traffic(traffic.total, nodes, conditions.traffic_classes))
-            space.ledger.add(add_mpirun_traffic(supervisor.outcomes, fleet))
+            space.ledger.add(supervisor.mpirun_bytes)
     return supervisor.stopped_by

@@ -73,12 +73,12 @@ class PrivacyReport:
 
 def privacy(project: ProjectDirectory, run: RunDirectory, say: Say) -> PrivacyReport:
     """Report on a run of `project`. `say` tells what of the ledger cannot be read. Raises InputError."""
-    entries, manifest = list(read_ledger(project.ledger, say)), run.read_manifest()
-    events = run.read_events(manifest.nodes) if run.events.exists() else ()
+    manifest, path = run.read_manifest(), project.ledger
+    events = (event for _, event in run.read_events(manifest.nodes).skim())
     return PrivacyReport(
         run.run_id,
-        add_flows(entries, run.run_id),
-        add_flows(entries),
+        add_flows(read_ledger(path, say), run.run_id),  # read twice: a year of a large fleet fills memory
+        add_flows(read_ledger(path)),
         measure_privacy(manifest, count_passes(events, len(manifest.nodes))),
         list_readers(manifest),
     )

@@ -18,19 +18,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TextIO, TypeVar
 
-from csdctl.documents import load_json
+from csdctl.documents import load_json, load_kept, load_text, save_kept
 from csdctl.errors import CsdctlError, DeadlineError, ExitCode, InputError, RunError
 from csdctl.launch.leftovers import is_elsewhere, is_gone, is_held, read_holder, show_holder
-from csdctl.notify import DATED, DETACHED, Say
+from csdctl.notify import DATED, DETACHED, Say, shorten
 from csdctl.placement.equation1 import steps_per_epoch
 from csdctl.reporting import results
-from csdctl.reporting.results import RUNNING, RunStatus, load_run_status
-from csdctl.runs.directory import LATEST, ProjectDirectory, RunDirectory, find_run, skipping
+from csdctl.reporting.results import COMPLETED, RUNNING, RunStatus, Statuses, load_run_status
+from csdctl.runs.directory import LATEST, ProjectDirectory, RunDirectory, check_links, find_run, skipping
 from csdctl.runs.private import check_directory
 from csdctl.runs.stored_events import EVENTS_LOST
 from csdctl.worker.protocol.durable_files import make_directory
 from csdctl.worker.protocol.events import Event
-from csdctl.workflows.train.resume import load_spec
 from csdctl.workflows.workspace.event_stream import RunStarted
 
 StatusT = TypeVar("StatusT", RunStatus, results.RunSummary)
@@ -106,20 +105,25 @@ def _stopping_signal(pid: int) -> signal.Signals:
 
 def list_runs(project: ProjectDirectory, say: Say) -> list[RunStatus]:
     """Return all runs of the project, the oldest first. `say` names directories that are no run."""
+    kept, now = load_kept(project.statuses, Statuses) or {}, Statuses()
     statuses = []
     for run_id in project.run_ids():
         with skipping(run_id, say):
-            run = project.find_run(run_id)
-            status = look_at(run)
-            if not status.num_ranks:
+            run = RunDirectory(project.runs / run_id)
+            check_links(run.path)
+            now[run_id] = current = load_run_status(run, kept.get(run_id))
+            if not current.status.num_ranks:
                 run.read_manifest()  # says what is wrong with it
-            statuses.append(status)
+            is_certain = current.has_ended and current.status.state == COMPLETED
+            statuses.append(current.status if is_certain else as_process_says(run, current.status))
+    if now != kept:
+        save_kept(project.statuses, now, Statuses)
     return statuses
 
 
 def look_at(run: RunDirectory) -> RunStatus:
     """Return what `run` has come to. Its state is RUNNING while its csdctl is at work."""
-    return as_process_says(run, load_run_status(run))
+    return as_process_says(run, load_run_status(run).status)
 
 
 def as_process_says(run: RunDirectory, status: StatusT) -> StatusT:
@@ -148,7 +152,7 @@ def stop_run(project: ProjectDirectory, run_id: str | None, deadline_s: float, s
                 remedy="repeat the command to end its ranks at once",
             )
         time.sleep(POLL_S)
-    return load_run_status(run)
+    return load_run_status(run).status
 
 
 def _only_running(project: ProjectDirectory, say: Say) -> RunDirectory:
@@ -182,11 +186,51 @@ def remove_runs(
             problem = f"run {run.run_id} is running: {show_holder(process.holder)}"
             raise InputError(problem, remedy=f"csdctl runs stop {run.run_id}")
     described = (f"{run.run_id}{' with its model' if run.model.exists() else ''}" for run in runs)
-    confirm(f"Remove run{'s' if len(runs) > 1 else ''} {', '.join(described)}?")
+    confirm(f"Remove run{'s' if len(runs) > 1 else ''} {shorten(', '.join(described), 500)}?")
     for run in runs:
         project.step_file(run).unlink(missing_ok=True)
         shutil.rmtree(run.path)
     return runs
+
+
+StoredRun = tuple[RunStatus, int, str]
+"""A run, its bytes on disk, and why no rule removes it: it runs, is the latest, or a YAML file names it."""
+
+
+def read_stored(project: ProjectDirectory, say: Say) -> Iterator[StoredRun]:
+    """Yield all runs, the oldest first. `say` names those that cannot be read."""
+    texts = {}
+    for path in (*project.root.glob("*.yaml"), *project.state.glob("plans/*.yaml")):
+        with suppress(InputError):  # csdctl cannot read it as a job either
+            texts[path.name] = load_text(path, errors="replace")
+    runs = list_runs(project, say)
+    for run in runs:
+        num_bytes = 0
+        for place, _, names in os.walk(project.runs / run.run_id):
+            for name in names:
+                with suppress(FileNotFoundError):  # removed meanwhile
+                    num_bytes += os.lstat(os.path.join(place, name)).st_blocks * 512
+        needed = [f"named in {name}" for name, text in texts.items() if run.run_id in text]
+        needed += [f"`{LATEST}`"] * (run is runs[-1]) + [RUNNING] * (run.state == RUNNING)
+        yield run, num_bytes, ", ".join(needed)
+
+
+def choose_runs(
+    runs: Sequence[StoredRun], older_than_s: float | None, max_bytes: int | None, num_kept: int | None
+) -> list[StoredRun]:
+    """Return the runs that the rules name, with those that stay because they are needed.
+
+    Named is a run whose last event is older, and one that must go so that all others have at most
+    `max_bytes`, except for the newest `num_kept`. Without the first two rules, all but the newest are named.
+    """
+    named, left_bytes = [], sum(num_bytes for _, num_bytes, _ in runs)
+    for run, num_bytes, needed in runs[: max(0, len(runs) - (num_kept or 0))]:
+        is_old = older_than_s is not None and time.time() - (run.last_event_s or 0.0) > older_than_s
+        is_too_much = max_bytes is not None and left_bytes > max_bytes
+        if is_old or is_too_much or older_than_s is max_bytes is None:
+            named.append((run, num_bytes, needed))
+            left_bytes -= 0 if needed else num_bytes
+    return named
 
 
 def follow_run(run: RunDirectory) -> tuple[RunStarted, Iterator[tuple[float, Event]]]:
@@ -194,6 +238,8 @@ def follow_run(run: RunDirectory) -> tuple[RunStarted, Iterator[tuple[float, Eve
 
     Raises InputError for a run that ended before.
     """
+    from csdctl.workflows.train.resume import load_spec  # here, because it loads all of training
+
     while not run.spec.exists():
         if not process_of(run).is_running:
             raise InputError(

@@ -66,7 +66,7 @@ def is_complete(run: RunDirectory, job: Job) -> bool:
     last: Joined | Finished | None = None
     has_saved = False
     nodes = run.read_manifest().nodes
-    for event in run.read_events(nodes) if os.path.lexists(run.events) else ():
+    for _, event in run.read_events(nodes).skim():
         has_saved |= isinstance(event, CheckpointSaved)
         if event.rank == 0 and isinstance(event, Joined | Finished):
             last = event

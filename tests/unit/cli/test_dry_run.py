@@ -37,8 +37,9 @@ MODEL = "def build():\n    import keras\n    return keras.Sequential([])\n"
 
 CHANGING = [
     ["clean"],
-    ["clean", "--unused"],
-    ["clean", "--computed"],
+    ["clean", "--unused", "--yes"],
+    ["clean", "--computed", "--yes"],
+    ["clean", "--older-than", "1h", "--yes"],
     ["clean", "--kill"],
     ["clean", "--everything", "--yes"],
     ["deploy", "--tree", "tree"],

@@ -2,22 +2,8 @@ import os
 
 import pytest
 
-from csdctl.emulation.fleet import EmulatedSpec, check_spec, parse_shares, parse_size
+from csdctl.emulation.fleet import EmulatedSpec, check_spec, parse_shares
 from csdctl.errors import InputError
-
-
-@pytest.mark.parametrize(
-    ("text", "size_bytes"),
-    [("2G", 2 << 30), ("512M", 512 << 20), ("1.5GiB", 3 << 29), ("64 mb", 64 << 20), ("4096", 4096)],
-)
-def test_sizes_are_parsed_with_their_unit(text: str, size_bytes: int) -> None:
-    assert parse_size(text) == size_bytes
-
-
-@pytest.mark.parametrize("text", ["", "3Q", "-1G", "2G3"])
-def test_an_invalid_size_is_an_input_error(text: str) -> None:
-    with pytest.raises(InputError, match="expected"):
-        parse_size(text)
 
 
 def test_a_fleet_that_cannot_be_emulated_is_an_input_error() -> None:

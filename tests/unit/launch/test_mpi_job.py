@@ -203,7 +203,7 @@ def test_connection_of_mpirun_is_that_of_the_node_at_its_address(peer: str, name
     """Nodes with one address, as in an emulated fleet, differ in their ports alone."""
     same = (Node("csd1", "10.0.0.9", port=2201), Node("csd2", "10.0.0.9", port=2202))
     fleet = Fleet((Node("csd0", "10.0.0.2"), *same))
-    outcomes = [JobOutcome(connection_bytes={("10.0.0.1 40000", peer): (5, 70)}) for _ in range(2)]
+    outcome = JobOutcome(connection_bytes={(f"10.0.0.1 {port}", peer): (5, 70) for port in (40000, 40001)})
     control = TrafficClass.CONTROL
     expected = {("host", name, control): 10, (name, "host", control): 140} if name else {}
-    assert add_mpirun_traffic(outcomes, fleet) == expected
+    assert add_mpirun_traffic(outcome, fleet) == expected

@@ -12,6 +12,7 @@ import pytest
 from csdctl.notify import make_printable
 from csdctl.placement.equation1 import Placed
 from csdctl.reporting.page import _shares, render_page
+from csdctl.reporting.privacy import PassCounter
 from csdctl.reporting.results import RunFollower, RunResults, read_results, summarize
 from csdctl.reporting.series import KINDS, SeriesBuilder
 from csdctl.reporting.tables import describe_settings
@@ -45,7 +46,7 @@ def results(run_id: str = "=HYPERLINK(1)", cell: str = "=cmd()") -> RunResults:
         end = EpochEnd(0, "host", epoch, 10, 600, 6.0, 3.0, 10.0, "hash", 700, 2.0 / epoch, 0.5)
         events.append(replace(end, metrics={EVIL: 0.5, cell: 1.0}))
     builder = SeriesBuilder(NODES)
-    follower = RunFollower(len(NODES))
+    follower = RunFollower(PassCounter(len(NODES)))
     for number, event in enumerate(events):
         builder.add(1e9 + number, event)
         follower.add(event)

@@ -1,23 +1,28 @@
 """The results of a run with hand-computed totals, and what a list of runs says of it."""
 
 import math
+import os
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
 
-from csdctl.documents import save_json
+from csdctl.documents import load_kept, save_json, save_kept
 from csdctl.placement.equation1 import Placed
 from csdctl.reporting.page import render_page
+from csdctl.reporting.privacy import PassCounter
 from csdctl.reporting.results import (
     COMPLETED,
     FAILED,
     INTERRUPTED,
     STOPPED,
+    KeptStatus,
     RunFollower,
     RunStatus,
     RunSummary,
+    Statuses,
     list_forecast_errors,
     load_run_status,
     read_results,
@@ -39,6 +44,8 @@ from csdctl.worker.protocol.events import (
     Ready,
 )
 from csdctl.worker.protocol.events import STOPPED as ASKED_TO_STOP
+from tests.unit.reporting.scripted_history import NODES as NODES_OF_HISTORY
+from tests.unit.reporting.scripted_history import History
 from tests.unit.runs.manifests import manifest_of, write_events
 
 NODES = ("host", "csd0", "csd1")
@@ -82,7 +89,7 @@ WHOLE: list[Event] = [
 
 
 def follow(events: list[Event], num_ranks: int) -> RunFollower:
-    follower = RunFollower(num_ranks)
+    follower = RunFollower(PassCounter(num_ranks))
     for event in events:
         follower.add(event)
     return follower
@@ -166,7 +173,7 @@ def test_lines_that_are_not_known_are_counted_and_said(tmp_path: Path) -> None:
     run.events.write_text(
         '{"time":1000.0,"event":"Exited","rank":1,"node":"csd0"}\n{\n' + run.events.read_text()
     )
-    assert load_run_status(run).state == COMPLETED
+    assert load_run_status(run).status.state == COMPLETED
     result = read_results(run)
     assert (result.summary.state, result.summary.epochs, result.summary.steps) == ("completed", 2, 20)
     skipped = f"2 lines of runs/{run.run_id}/events.jsonl were skipped: damaged, or of another version"
@@ -243,7 +250,7 @@ FAILURE = Failed(1, "csd0", "disk full")
 def status(directory: Path, *events: Event, **manifest: Any) -> RunStatus:
     run = ProjectDirectory(directory).new_run()
     run.save_manifest(manifest_of() | manifest)
-    return load_run_status(write_events(run, events, 1_000.0))
+    return load_run_status(write_events(run, events, 1_000.0)).status
 
 
 @pytest.mark.parametrize(
@@ -278,15 +285,15 @@ def test_run_says_why_it_ended_before_its_last_epoch_and_how_its_csdctl_ended(tm
     run = ProjectDirectory(tmp_path).new_run()
     run.save_manifest(manifest_of())
     write_events(run, [PROGRESS], 1_000.0)
-    assert read_results(run).summary.state == load_run_status(run).state == INTERRUPTED
+    assert read_results(run).summary.state == load_run_status(run).status.state == INTERRUPTED
     save_json(run.process, {"state": FAILED, "error": "csd0: rank 1 was killed by signal 9"})
-    assert read_results(run).summary.state == load_run_status(run).state == FAILED
+    assert read_results(run).summary.state == load_run_status(run).status.state == FAILED
     assert read_results(run).summary.failures == ("csd0: rank 1 was killed by signal 9",)
     save_json(run.process, {})
     ends = [
         replace(FINISHED, rank=rank, node=node, reason=MAX_STEPS) for rank, node in ((0, "host"), (1, "csd0"))
     ]
-    result = load_run_status(write_events(run, ends, 1_002.0))
+    result = load_run_status(write_events(run, ends, 1_002.0)).status
     assert (result.state, result.reason) == (COMPLETED, MAX_STEPS)
     assert describe_result(read_results(run).summary).startswith("completed: 3 steps (--max-steps)")
 
@@ -310,6 +317,69 @@ def test_errors_of_forecasts_are_those_of_undisturbed_runs_whose_plan_had_been_t
     assert list_forecast_errors(project) == ()
 
 
+def kept_as_file(kept: KeptStatus, directory: Path) -> KeptStatus:
+    """Return a status as the next command reads it."""
+    save_kept(directory / "statuses.json", {"run": kept}, Statuses)
+    read = load_kept(directory / "statuses.json", Statuses)
+    assert read
+    return read["run"]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_log_that_is_read_in_parts_tells_the_same_as_when_it_is_read_at_once(
+    seed: int, tmp_path: Path
+) -> None:
+    """While csdctl trains, whatever has been written of the last line."""
+    random = Random(seed)
+    run = write_events(ProjectDirectory(tmp_path).new_run(), [event for _, event in History(random).events])
+    run.save_manifest(manifest_of(NODES_OF_HISTORY))
+    save_json(run.process, {"pid": 1})
+    log, kept = run.events.read_bytes(), None
+    run.events.write_bytes(b"")
+    for stop in [*sorted(random.sample(range(len(log)), 10)), len(log)]:
+        with run.events.open("ab") as file:
+            file.write(log[run.events.stat().st_size : stop])
+        kept = kept_as_file(load_run_status(run, kept), tmp_path)
+        assert kept == load_run_status(run)
+    save_json(run.process, {"pid": 1, "ended": "2026-01-01"})
+    assert load_run_status(run, kept) == load_run_status(run)
+    assert load_run_status(run, kept).status.state == COMPLETED
+
+
+def test_status_counts_until_a_file_of_the_run_changes(tmp_path: Path) -> None:
+    run = ProjectDirectory(tmp_path).new_run()
+    run.save_manifest(manifest_of())
+    write_events(run, [replace(PROGRESS, loss=math.nan)], 1_000.0)
+    kept = kept_as_file(load_run_status(run), tmp_path)
+    assert load_run_status(run, kept) is kept
+    assert math.isnan(kept.status.loss or 0.0)
+    for change in (
+        lambda: write_events(run, [EPOCH_END], 1_001.0),
+        lambda: save_json(run.process, {"pid": 1}),
+        lambda: save_json(run.process, {"state": FAILED, "ended": "2026-01-01"}),
+        lambda: run.save_manifest(manifest_of() | {"recipe": {"epochs": 7}}),
+        lambda: os.utime(run.events),
+        run.events.unlink,
+        run.manifest.unlink,
+    ):
+        change()
+        fresh, kept_before = load_run_status(run), kept
+        kept = kept_as_file(load_run_status(run, kept), tmp_path)
+        assert kept == fresh != kept_before
+
+
+def test_log_that_was_replaced_is_read_from_its_beginning(tmp_path: Path) -> None:
+    """A copy of another run's, or an edited one, that is as long or longer."""
+    run = ProjectDirectory(tmp_path).new_run()
+    run.save_manifest(manifest_of())
+    save_json(run.process, {"pid": 1})
+    write_events(run, [PROGRESS] * 3, 1_000.0)
+    kept = load_run_status(run)
+    run.events.write_bytes(b"")
+    write_events(run, [EPOCH_END] * 9, 2_000.0)
+    assert load_run_status(run, kept).status == load_run_status(run).status
+
+
 def test_run_without_a_manifest_has_its_state_alone(tmp_path: Path) -> None:
     run = ProjectDirectory(tmp_path).new_run()
-    assert load_run_status(run) == RunStatus(run.run_id, INTERRUPTED)
+    assert load_run_status(run).status == RunStatus(run.run_id, INTERRUPTED)

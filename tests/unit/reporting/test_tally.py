@@ -52,7 +52,7 @@ def test_every_figure_equals_that_of_the_script(seed: int) -> None:
         results = read_results(run)
         check_report(results, expected)
         check_charts(results, expected)
-        status = load_run_status(run)
+        status = load_run_status(run).status
         assert status.samples_per_s == pytest.approx(expected["samples_per_s"], **NEAR)
         check_epoch_lines(history, expected)
         check_counters(history, expected)

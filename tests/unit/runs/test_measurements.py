@@ -96,6 +96,32 @@ class TestCollectivesAndTrials:
         assert len(store.find(TRIAL, FLEET.key, MODEL.hash, "adam")) == 1
 
 
+def test_file_keeps_what_is_used_however_often_the_same_is_measured(path: Path) -> None:
+    other = replace(TRIED, measured_at=0.0)
+    MeasurementStore(path).add(TRIAL, FLEET, [other], OTHER, "recipe")
+    times = [float(number) for number in range(5 * NUM_NEWEST)]
+    for time_s in times:
+        MeasurementStore(path).add(TRIAL, FLEET, [replace(TRIED, measured_at=time_s)], MODEL, "recipe")
+        assert len(path.read_bytes().splitlines()) <= 2 * (NUM_NEWEST + 1) + 2
+    store = MeasurementStore(path)
+    kept = [trial.measured_at for trial in store.find(TRIAL, FLEET.key, MODEL.hash, "recipe")]
+    assert kept == times[-NUM_NEWEST:]
+    assert store.find(TRIAL, FLEET.key, OTHER.hash, "recipe") == [other]
+
+
+def test_store_that_has_not_read_the_file_removes_nothing_from_it(
+    path: Path, store: MeasurementStore
+) -> None:
+    store.add(TRIAL, FLEET, [TRIED], OTHER, "recipe")
+    many = [replace(TRIED, measured_at=float(number)) for number in range(3 * NUM_NEWEST)]
+    MeasurementStore(path, is_fresh=True).add(TRIAL, FLEET, many, MODEL, "recipe")
+    assert MeasurementStore(path).find(TRIAL, FLEET.key, OTHER.hash, "recipe") == [TRIED]
+    foreign = b'{"kind": "later"}\n'
+    path.write_bytes(foreign)
+    MeasurementStore(path).add(TRIAL, FLEET, many, MODEL, "recipe")
+    assert path.read_bytes().startswith(foreign)
+
+
 WRITER = """
 import sys
 from pathlib import Path

@@ -209,15 +209,16 @@ class TestTrees:
         stored = store_bytes(b"worker", ".pyz", host)
         send(session, stored)
         (home / f"{stored.path}.part").write_bytes(b"part")
-        pruning = CleanupOptions(is_pruning=True)
-        assert clean_machine(session, sys.executable, pruning).num_unused == 3
+        found = clean_machine(session, sys.executable, CleanupOptions(is_pruning=True))
+        pruning = CleanupOptions(is_pruning=True, is_removing=True)
+        assert {*found.paths} == {*clean_machine(session, sys.executable, pruning).paths}
+        assert {Path(path).name.partition("-")[0] for path in found.paths} >= {stored.name}
         assert content_of(home / "there") == content_of(source)
         assert send_tree(session, source).num_sent == 0
         assert not (home / stored.path).exists()
         assert not parts(home)
         (home / "there").unlink()
-        for _ in range(2):  # first the tree, then its objects
-            clean_machine(session, sys.executable, pruning)
+        clean_machine(session, sys.executable, pruning)
         assert not [*(home / ".csdctl" / "trees").iterdir(), *(home / OBJECTS).iterdir()]
 
 

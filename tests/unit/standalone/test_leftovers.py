@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -110,6 +111,49 @@ def test_everything_of_csdctl_is_removed_with_the_links_to_its_trees(
     assert not (home / "used").is_symlink()
     assert (home / "replaced").is_symlink(), "the user has put another link there"
     assert left(home) == {"own/file"}
+
+
+YEAR_S = 365 * 86400.0
+
+
+def age(path: Path, read_s: float, written_s: float) -> None:
+    """Let a file be read and written so many seconds ago."""
+    os.utime(path, (time.time() - read_s, time.time() - written_s))
+
+
+def test_what_was_not_used_for_so_long_is_found_and_removed_with_logs(
+    session: LocalSession, home: Path
+) -> None:
+    made = [
+        *(".csdctl/models/0123/info.json", ".csdctl/shards/0123-0-8/images.npy", ".csdctl/logs/1-rank-1.log"),
+        *(".csdctl/objects/4567.pyz", ".csdctl/detached-7.log", ".csdctl/scratch/1/link.log"),
+        *(".csdctl/data/0123/images.npy", ".csdctl/data/.part-0123/images.npy"),
+    ]
+    for name in made:
+        (home / name).parent.mkdir(parents=True, exist_ok=True)
+        (home / name).write_bytes(b"12345")
+    for path in home.rglob("*"):
+        age(path, 2 * YEAR_S, 2 * YEAR_S)
+    read, written = home / ".csdctl/data/0123/images.npy", home / ".csdctl/models/0123/info.json"
+    age(read, 60.0, 2 * YEAR_S)
+    age(written, 2 * YEAR_S, 60.0)
+    (home / ".csdctl/trees/1-0").mkdir()
+    os.link(home / ".csdctl/objects/4567.pyz", home / ".csdctl/trees/1-0/program")
+    (home / "linked").symlink_to(home / ".csdctl/trees/1-0")
+    (home / ".csdctl/trees/1-0.link").write_text(str(home / "linked"))
+    before = left(home)
+    found = clean_machine(session, sys.executable, CleanupOptions(is_ending=False, unused_s=YEAR_S))
+    assert left(home) == before
+    removed = clean_machine(session, sys.executable, CleanupOptions(is_removing=True, unused_s=YEAR_S))
+    assert {*removed.paths} == {*found.paths}
+    gone = [
+        name for name in (*FILES, *made) if not (home / name).exists() and not name.startswith((*UNFINISHED,))
+    ]
+    assert {*gone} == {
+        *(".csdctl/objects/0123.npy", ".csdctl/features/a/images.npy", ".csdctl/predictions/b/images.npy"),
+        *(".csdctl/data/x", ".csdctl/shards/0123-0-8/images.npy", ".csdctl/logs/1-rank-1.log"),
+        *(".csdctl/detached-7.log", ".csdctl/scratch/1/link.log", ".csdctl/data/.part-0123/images.npy"),
+    }
 
 
 @pytest.mark.fault(34)

@@ -242,7 +242,7 @@ class Fleet:
         run, task = SimpleNamespace(logs=self.directory), SimpleNamespace(name=CHECK if self.is_check else "")
         starter: Any = SimpleNamespace(
             spec=SimpleNamespace(run_id="20261122-100000", ranks=ranks, task=task),
-            mpirun=SimpleNamespace(run=run, hub_key="", sessions=sessions),
+            mpirun=SimpleNamespace(run=run, hub_key="", sessions=sessions, fleet=None),
             start=self._start,
             restart=self._restart,
             start_link=self._start_link,

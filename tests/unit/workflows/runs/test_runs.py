@@ -6,6 +6,7 @@ import stat
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from csdctl.cli.app import run_command
 from csdctl.documents import save_json
 from csdctl.errors import DeadlineError, InputError
 from csdctl.launch.leftovers import describe_holder
+from csdctl.reporting.results import RunStatus
 from csdctl.reporting.tables import write_headline
 from csdctl.runs.directory import EventLog, ProjectDirectory, RunDirectory
 from csdctl.runs.stored_events import EVENTS_LOST
@@ -25,6 +27,8 @@ from csdctl.worker.protocol.processes import load_stat
 from csdctl.workflows.reporting.report import report
 from csdctl.workflows.runs.manage import (
     OWN,
+    StoredRun,
+    choose_runs,
     find_logs,
     find_run,
     interrupt,
@@ -35,6 +39,7 @@ from csdctl.workflows.runs.manage import (
     stop_run,
 )
 from tests.attacks.other_user import needs_root
+from tests.full_disk import full_disk
 from tests.patience import scaled
 from tests.unit.runs.manifests import manifest_of, write_events
 
@@ -104,6 +109,119 @@ class TestList:
         stdout, stderr = capsys.readouterr()
         assert json.loads(stdout)["run_id"] == latest.run_id
         assert stderr.count(" is skipped: ") == len(skipped)
+
+    def test_statuses_are_kept_and_never_trusted_more_than_the_runs(
+        self, project: ProjectDirectory, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        runs = [add_run(project, END, *DONE), add_run(project, END), add_run(project, PROGRESS)]
+        first = list_runs(project, print)
+        for kept in (None, b"", b"{", b"[]", bytes(1000), b'{"x": {"status": 7}}'):
+            if kept is not None:
+                project.statuses.write_bytes(kept)
+            assert list_runs(project, print) == first
+        text = project.statuses.read_text()
+        project.statuses.write_text(text.replace('"version": 1', '"version": 2'))
+        assert list_runs(project, print) == first
+        assert project.statuses.read_text() == text
+        project.statuses.write_text(text.replace('"completed"', '"failed"', 1))
+        assert [run.state for run in list_runs(project, print)] == ["failed", "interrupted", "interrupted"]
+        write_events(runs[0], [PROGRESS], 1_700_000_100)
+        remove_runs(project, [runs[1].run_id], lambda _: None)
+        assert [run.state for run in list_runs(project, print)] == ["completed", "interrupted"]
+        assert [*json.loads(project.statuses.read_text())] == [runs[0].run_id, runs[2].run_id]
+
+    @pytest.mark.fault(26)
+    def test_directory_that_cannot_be_written_to_is_listed(self, project: ProjectDirectory) -> None:
+        add_run(project, END, *DONE)
+        with full_disk(0):
+            assert [run.state for run in list_runs(project, print)] == ["completed"]
+        assert not project.statuses.exists()
+
+
+def stored(*sizes_and_ages: tuple[int, float], **needed: str) -> list[StoredRun]:
+    """Return runs with these bytes and days since their last events, the oldest first."""
+    now = time.time()
+    return [
+        (
+            RunStatus(f"run{number}", "completed", last_event_s=now - age * 86400),
+            size,
+            needed.get(f"run{number}", ""),
+        )
+        for number, (size, age) in enumerate(sizes_and_ages)
+    ]
+
+
+class TestRules:
+    @pytest.mark.parametrize(
+        ("older_than", "max_bytes", "keep", "named"),
+        [
+            (90, None, None, "01"),
+            (50, None, None, "012"),
+            (None, 10, None, "01"),
+            (None, 12, None, "0"),
+            (None, 0, None, "01234"),
+            (None, None, 2, "012"),
+            (None, None, 9, ""),
+            (None, None, 0, "01234"),
+            (90, None, 4, "0"),
+            (90, 9, None, "012"),
+            (90, 0, 3, "01"),
+        ],
+    )
+    def test_old_runs_go_then_the_oldest_until_the_rest_fits_and_the_newest_stay(
+        self, older_than: float | None, max_bytes: int | None, keep: int | None, named: str
+    ) -> None:
+        runs = stored((4, 200), (2, 100), (1, 80), (4, 30), (5, 1))
+        older_than_s = None if older_than is None else older_than * 86400
+        chosen = choose_runs(runs, older_than_s, max_bytes, keep)
+        assert [run.run_id[3:] for run, _, _ in chosen] == [*named]
+
+    def test_run_that_is_needed_is_named_and_frees_nothing(self) -> None:
+        runs = stored((4, 200), (2, 100), (1, 80), (4, 30), run0="running")
+        chosen = choose_runs(runs, None, 8, None)
+        assert [(run.run_id, needed) for run, _, needed in chosen] == [
+            ("run0", "running"),
+            ("run1", ""),
+            ("run2", ""),
+        ]
+
+    def test_rules_remove_what_they_have_shown_and_nothing_that_is_needed(
+        self, project: ProjectDirectory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.chdir(project.root)
+        runs = [add_run(project, END, *DONE) for _ in range(5)]
+        runs[0].model.write_bytes(bytes(1 << 20))
+        (project.root / "job.yaml").write_text(f"model: .csdctl/runs/{runs[1].run_id}/model.keras\n")
+        process = start_process(runs[2])
+        rules = ["runs", "rm", "--older-than", "90d", "--max-size", "50G", "--keep", "1"]
+        assert run_command(rules, Streams()) == 2
+        said = " ".join("".join(capsys.readouterr()).split())
+        assert project.run_ids() == [run.run_id for run in runs]
+        assert f"{runs[1].run_id}: completed" in said
+        assert "stays: named in job.yaml" in said
+        assert "stays: running" in said
+        assert "2 runs to remove, which frees 1." in said
+        assert runs[4].run_id not in said
+        assert "confirm with --yes" in said
+        assert run_command([*rules, "--yes", "--json"], Streams()) == 0
+        removed = json.loads(capsys.readouterr().out)["runs"]
+        assert removed == [runs[0].run_id, runs[3].run_id]
+        assert project.run_ids() == [run.run_id for run in (runs[1], runs[2], runs[4])]
+        assert run_command(["runs", "rm", "--keep", "0", "--yes", "--json"], Streams()) == 0
+        assert json.loads(capsys.readouterr().out)["runs"] == []
+        process.kill()
+
+    @pytest.mark.parametrize(
+        "arguments",
+        [[], ["20260101", "--keep", "3"], ["--older-than", "90"], ["--max-size", "many"], ["--keep", "-1"]],
+    )
+    def test_command_that_names_nothing_or_both_is_refused(
+        self, project: ProjectDirectory, monkeypatch: pytest.MonkeyPatch, arguments: list[str]
+    ) -> None:
+        monkeypatch.chdir(project.root)
+        run = add_run(project, END)
+        assert run_command(["runs", "rm", "--yes", *arguments], Streams()) == 2
+        assert run.path.exists()
 
 
 def put(make: Callable[[Path], object]) -> Callable[[Path], None]:
