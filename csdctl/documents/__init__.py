@@ -5,6 +5,7 @@ file may be a device, a link to one, or larger than memory. YAML has only the va
 numbers, and YAML 1.1's `yes` and `on`, are text. Other tags and merge keys are errors.
 """
 
+import contextlib
 import difflib
 import errno
 import functools

@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from csdctl.documents import append_lines, save_bytes
+from csdctl.documents import append_lines
 from csdctl.errors import CsdctlError, InputError
 from csdctl.fleet.hardware import FleetClass, MachineClass
 from csdctl.notify import Say
@@ -21,6 +21,7 @@ from csdctl.tuning.measurements import (
     ProbeMeasurement,
     TrialMeasurement,
 )
+from csdctl.worker.protocol.durable_files import save_bytes
 
 NUM_NEWEST = 50
 """Repeated measurements that are used, the newest: a fleet changes."""
