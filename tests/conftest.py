@@ -31,7 +31,7 @@ LONGEST = [
     for directory, *names in (
         ("emulated", "demo", "strategies", "models", "tune", "main_job"),
         ("lab", "main_job", "privacy"),
-        ("emulated", "notebook", "doctor", "runs"),
+        ("emulated", "notebook", "doctor", "power_cut", "runs"),
         ("attacks", "ordinary_user", "foreign_daemon"),
         ("unit/worker/tasks", "verify", "reference", "train"),
         ("unit/worker/compute", "step", "against_fit"),

@@ -63,6 +63,8 @@ def list_marked(directory: Path) -> set[int]:
 
 def remove_all(directory: Path) -> None:
     """Remove fleets, step files, labs, mounts and the session's directory."""
+    if os.geteuid() == 0:  # first, for what is mounted cannot be removed
+        unmount_below(directory)
     # Unlike rglob, os.walk goes on where a directory disappears: a process that was killed had it in use.
     for project in [Path(at) for at, names, _ in os.walk(directory) if ".csdctl" in names]:
         if (project / ".csdctl/emulated/fleet.id").exists():
@@ -72,7 +74,6 @@ def remove_all(directory: Path) -> None:
         from tests.lab.lab import remove_stale_labs
 
         remove_stale_labs()
-        unmount_below(directory)
     if not (directory / KEPT).exists():
         shutil.rmtree(directory, ignore_errors=True)
 
