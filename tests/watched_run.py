@@ -36,6 +36,7 @@ def write_run(project: Path, num_ranks: int) -> RunDirectory:
     with run.events.open("w") as file:
         for time_s, event in make_events(num_ranks):
             file.write(json.dumps({"time": time_s, **event_document(event)}) + "\n")
+    os.open(run.path, os.O_RDONLY | os.O_DIRECTORY)  # which tells this process from others
     run.process.write_text(json.dumps(describe_holder("train", project)))
     run.spec.write_text(to_json(spec_of(nodes, EPOCHS, run_id=RUN_ID)))
     assert describe_holder("train", project)["pid"] == os.getpid()
