@@ -227,7 +227,7 @@ def choose_runs(
     for run, num_bytes, needed in runs[: max(0, len(runs) - (num_kept or 0))]:
         is_old = older_than_s is not None and time.time() - (run.last_event_s or 0.0) > older_than_s
         is_too_much = max_bytes is not None and left_bytes > max_bytes
-        if is_old or is_too_much or older_than_s is max_bytes is None:
+        if is_old or is_too_much or (older_than_s is None and max_bytes is None):
             named.append((run, num_bytes, needed))
             left_bytes -= 0 if needed else num_bytes
     return named

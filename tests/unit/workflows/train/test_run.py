@@ -1,6 +1,6 @@
 """The ledger of a run, whichever ranks take part in it and however it ends."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -37,7 +37,8 @@ class ScriptedSupervisor:
     """In place of a Supervisor: the events of a run, or its end by an error."""
 
     script: Script
-    stopped_by, outcomes = "", ()
+    stopped_by: str = ""
+    mpirun_bytes: Mapping[tuple[str, str, str], int] = {}
 
     def __init__(self, *given: Any) -> None:
         _, _, self._on_event, _ = given
