@@ -171,7 +171,13 @@ class Replay:
             uncounted = self._advance(target, None if is_start else event)
         self.members = tuple(sorted(sizes))
         self.progress.plan_batch_sizes(sizes)
+        begun = self.progress.position
         self.progress.regroup(self.members, () if event["is_start"] else uncounted)
+        if begun.segment is None and self.progress.segment.stop_step != event["steps_per_epoch"]:
+            # They have changed when the epoch had begun, before its first step.
+            self.progress.position = begun
+            self.progress.regroup(before)
+            self.progress.regroup(self.members)
         self._save()
         shown = self.progress.position.totals.samples, self.progress.num_lost()
         assert shown == (event["epoch_samples"], event["num_lost"]), f"{event}: came out as {shown}"
@@ -179,14 +185,15 @@ class Replay:
     def _advance(self, target: tuple[int, int], joined: Mapping[str, Any] | None = None) -> tuple[int, ...]:
         """Take steps up to a step of an epoch. Return the ranks that the last one did not count.
 
-        `joined`: the event that tells how many samples the epoch then has.
+        `joined`: the event that tells how many samples the epoch then has. Before its first step, an epoch
+        is not divided among ranks yet.
         """
         uncounted: tuple[int, ...] = ()
         while (at := (self.progress.position.epoch, self.progress.position.step)) != target:
             assert at < target, f"at {at} already, expected {target}"
             uncounted = ()
             if at[0] < target[0] and at[1] == self.progress.segment.stop_step:
-                self._end_epoch()
+                self._end_epoch(is_next_begun=(at[0] + 1, 0) != target)
                 continue
             if joined and (at[0], at[1] + 1) == target:
                 uncounted = self._find_uncounted(joined)
@@ -245,10 +252,11 @@ class Replay:
         self.num_steps += 1
         self._save()
 
-    def _end_epoch(self) -> None:
+    def _end_epoch(self, *, is_next_begun: bool = True) -> None:
         self.progress.end_epoch(self.progress.position.callbacks)
-        self.progress.regroup(self.members)
         self._save()
+        if is_next_begun:
+            self.progress.regroup(self.members)
 
     def _save(self) -> None:
         position = self.progress.position

@@ -92,6 +92,9 @@ def _created_beside(path: Path, flags: int) -> Iterator[tuple[Path, int]]:
         raise
     try:
         yield part, descriptor
+    except OSError as error:
+        error.filename = error.filename or str(path)  # of a write: the disk is full
+        raise
     finally:
         _remove(part)
         os.close(descriptor)
