@@ -423,8 +423,9 @@ class Train(ModelTask):
         # All ranks wait for rank 0 here, so that this does not count as waiting in the next epoch.
         communicator.gather(None, type(None))
         # A rank that was lost meanwhile, and has joined, has joined for all ranks.
-        before = tuple(rank for rank in before if rank in communicator.counted)
-        communicator.counted = communicator.members  # of the next step
+        counted, members = communicator.counted, communicator.members
+        before = tuple(rank for rank in before if rank in counted or rank not in members)
+        communicator.counted = tuple(sorted({*before, *members}))  # in the latest step
         self.progress.regroup(communicator.members)
         self._settle(communicator, before)
 
