@@ -53,8 +53,7 @@ def parse_size(text: str) -> int:
     """Parse `2G`, `512M` or `1.5GiB` as bytes (K, M, G and T are powers of 1024). Raises InputError."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE)
     if not match:
-        problem = f"received {text!r} as a size, expected a number and a unit"
-        raise InputError(problem, remedy="for example 512M or 2G")
+        raise InputError(f"received {text!r} as a size, expected a number and a unit", remedy="such as 2G")
     return int(float(match[1]) * SIZES[match[2].upper()])
 
 
@@ -62,8 +61,7 @@ def parse_age(text: str) -> float:
     """Parse `12h`, `90d` or `4w` as seconds. Raises InputError."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([hdw])", text.strip())
     if not match:
-        problem = f"received {text!r} as an age, expected a number and a unit: h, d or w"
-        raise InputError(problem, remedy="for example 90d")
+        raise InputError(f"received {text!r} as an age, expected a number and a unit", remedy="such as 90d")
     return float(match[1]) * AGES[match[2]]
 
 

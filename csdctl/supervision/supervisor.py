@@ -116,7 +116,6 @@ class Supervisor:
         self.stopped_by = ""
         """USER or CALLBACK, who has asked for the end of the run; '' if nobody has."""
         self.mpirun_bytes: Counter[tuple[str, str, str]] = Counter()
-        """Bytes on the connections of all mpiruns that have ended."""
 
     def run(self) -> None:
         """Train to the end. Raise RunError, DeadlineError, InputError. KeyboardInterrupt for the second."""

@@ -69,13 +69,13 @@ def show_runs(streams: Streams, runs: Sequence[RunStatus]) -> None:
     print_rows(streams.console, columns, rows, styles)
 
 
-def show_removable(streams: Streams, named: Sequence[StoredRun], total_bytes: int) -> list[str]:
-    """Print what can be removed. Return the IDs of these runs. `total_bytes`: of all runs."""
+def show_removable(streams: Streams, stored: Sequence[StoredRun], named: Sequence[StoredRun]) -> list[str]:
+    """Print which of the `stored` runs that rules name can be removed. Return the IDs of these."""
     for run, num_bytes, needed in named:
-        stays = f", stays: {needed}" if needed else ""
-        streams.say(f"{run.run_id}: {run.state}, {format_bytes(num_bytes)}{stays}")
+        streams.say(f"{run.run_id}: {run.state}, {format_bytes(num_bytes)}{needed and f', stays: {needed}'}")
     going = {run.run_id: num_bytes for run, num_bytes, needed in named if not needed}
-    frees, rest_size = map(format_bytes, (sum(going.values()), total_bytes - sum(going.values())))
+    rest_bytes = sum(num_bytes for _, num_bytes, _ in stored) - sum(going.values())
+    frees, rest_size = format_bytes(sum(going.values())), format_bytes(rest_bytes)
     streams.say(f"{format_count(going, 'run')} to remove, which frees {frees}; the others have {rest_size}")
     return [*going]
 

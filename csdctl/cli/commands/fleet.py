@@ -362,10 +362,7 @@ def clean(
         False, "Remove features and predictions on host and nodes; they are computed again when needed."
     ),
     older_than: float | None = option(
-        None,
-        "Remove prepared data, features, models, stored files and logs unused for so long, such as 90d.",
-        parser=parse_age,
-        metavar="AGE",
+        None, "Remove data, models, files and logs unused for so long.", parser=parse_age, metavar="AGE"
     ),
     kill: bool = option(False, "Also stop a csdctl that is running there now, from any host."),
     dry_run: bool = options.DRY_RUN,

@@ -86,14 +86,9 @@ def rm(
         None, "Runs whose last event is older, such as 90d.", parser=parse_age, metavar="AGE"
     ),
     max_size: int | None = option(
-        None,
-        "The oldest runs, until the others have at most this size, such as 50G.",
-        parser=parse_size,
-        metavar="SIZE",
+        None, "The oldest runs, until the others fit, such as 50G.", parser=parse_size, metavar="SIZE"
     ),
-    keep: int | None = option(
-        None, "Keep the newest runs, as many as this; without another rule, all others go.", min=0
-    ),
+    keep: int | None = option(None, "Keep the newest runs; without another rule, all others go.", min=0),
     yes: bool = options.YES,
     json: bool = options.JSON,
 ) -> None:
@@ -111,10 +106,8 @@ def rm(
         raise InputError(problem, remedy="pass run IDs, or rules such as --older-than 90d --keep 20")
     if not runs:
         stored = [*manage.read_stored(streams.project, streams.say)]
-        total_bytes = sum(num_bytes for _, num_bytes, _ in stored)
-        runs = show_removable(streams, manage.choose_runs(stored, *rules), total_bytes)
-    confirm = partial(streams.confirm, yes=yes)
-    removed = manage.remove_runs(streams.project, runs, confirm) if runs else []
+        runs = show_removable(streams, stored, manage.choose_runs(stored, *rules))
+    removed = manage.remove_runs(streams.project, runs, partial(streams.confirm, yes=yes)) if runs else []
     for run in removed:
         streams.say(f"removed run {run.run_id}")
     names = [run.run_id for run in removed]
