@@ -258,6 +258,7 @@ def test_run_continues_from_a_checkpoint_that_was_just_reported(recording: Recor
 
 
 @pytest.mark.thorough
+@pytest.mark.timeout(5400)
 @pytest.mark.parametrize("kind", [STRICT, ORDERED])
 def test_run_ends_with_the_same_weights_whenever_the_power_fails(recording: Recording, kind: str) -> None:
     undisturbed = final_hash(recording.cuts[-1].said)
