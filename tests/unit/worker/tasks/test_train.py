@@ -698,6 +698,33 @@ def test_steps_go_on_without_a_lost_rank_whose_samples_of_the_step_do_not_count(
     assert (end.global_samples, end.num_lost) == (NUM_STEPS * sum(SIZES), 0)
 
 
+@pytest.mark.parametrize("number", [1, 2, 3], ids=["hashes", "decision", "admission"])
+def test_rank_that_is_lost_at_the_end_of_an_epoch_is_reported_before_the_next(
+    number: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    host = load_task(epochs=2)
+    ranks = PlayedRanks(host)
+    gather = ranks.gather
+
+    def lose(value: Any, hint: Any) -> dict[int, Any]:
+        values = gather(value, hint)
+        if len(ranks.asked) == number:
+            del values[2]
+            ranks.members = ranks.counted = tuple(values)
+            ranks.lost.append((2, "is gone", False))
+        return values
+
+    ranks.gather = lose  # type: ignore[method-assign]
+    host.run(ranks)
+    events = [event_from_line(line) for line in capsys.readouterr().out.splitlines()]
+    (joined,) = [event for event in events if isinstance(event, Joined)]
+    assert (joined.epoch, joined.step, joined.batch_sizes) == (2, 0, {"0": 4, "1": 2})
+    assert (joined.lost, joined.is_start, joined.epoch_samples) == (((2, "is gone"),), False, 0)
+    first, second = [event for event in events if isinstance(event, EpochEnd)]
+    assert (first.global_samples, first.num_lost) == (NUM_STEPS * sum(SIZES), 0)
+    assert second.global_samples + second.num_lost == NUM_STEPS * sum(SIZES)
+
+
 def test_rank_that_joins_takes_over_the_state_after_the_step_and_takes_part_in_the_next(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
