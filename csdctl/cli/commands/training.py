@@ -177,8 +177,10 @@ def train(
         "fewer are left. Default: start with all, end when none is left.",
         min=0,
     ),
-    rebalance: bool = parameters.resuming(
-        True, "Adjust batch sizes when a node's speed changes.", "--rebalance/--no-rebalance"
+    rebalance: bool | None = parameters.resuming(
+        None,
+        "Adjust batch sizes when a node's speed changes; default: do, or as the resumed run.",
+        "--rebalance/--no-rebalance",
     ),
     strategy: parameters.Strategy = options.STRATEGY,
     feature_precision: parameters.Precision = options.FEATURE_PRECISION,

@@ -29,8 +29,8 @@ class TrainOptions:
     min_nodes: int | None = None
     """Start with at least this many nodes; others join when they become reachable. End when fewer are left.
     None: start with all, end when none is left."""
-    is_balanced: bool = True
-    """Whether batch sizes are adjusted when a node's speed changes."""
+    is_balanced: bool | None = None
+    """Whether batch sizes are adjusted when a node's speed changes. None: yes, or as the resumed run."""
     checkpoint_interval_s: float | None = None
     """Time between checkpoints, besides those after each epoch. None: the default, or as the resumed run."""
     num_checkpoints: int | None = None

@@ -96,7 +96,7 @@ def build_spec(
         output_directory=str(run.path.relative_to(space.project.root)),
         step_file=step_file,
         manifest=manifest,
-        is_balanced=options.is_balanced and resolved.is_balanced,
+        is_balanced=options.is_balanced is not False and resolved.is_balanced,
         num_checkpoints=num_checkpoints,
         # The host reads the reports of all ranks: 100 per second together.
         progress_interval_s=max(0.5, len(data.ranks) / 100),

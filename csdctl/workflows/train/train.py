@@ -148,6 +148,7 @@ def resume(run: RunDirectory, strategy: Strategy, context: RunContext, options: 
     resolved = strategy.resolve(manifest.plan, context, manifest.placed)
     options = replace(
         options,
+        is_balanced=before.is_balanced if options.is_balanced is None else options.is_balanced,
         checkpoint_interval_s=options.checkpoint_interval_s or before.checkpoint_interval_s,
         num_checkpoints=options.num_checkpoints or before.num_checkpoints,
     )

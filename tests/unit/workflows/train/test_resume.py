@@ -290,13 +290,13 @@ def test_resumed_run_has_its_shards_and_noise_and_the_epochs_and_options_of_toda
     """No path of spec.json is used."""
     started: list[Any] = []
     monkeypatch.setattr(resume_module, "run_to_end", lambda *given: started.append(given))
-    trained.run.spec.write_text(to_json(replace(trained.spec, num_checkpoints=5)))
-    options = TrainOptions(is_balanced=False, max_steps=7, checkpoint_interval_s=30)
+    trained.run.spec.write_text(to_json(replace(trained.spec, num_checkpoints=5, is_balanced=False)))
+    options = TrainOptions(max_steps=7, checkpoint_interval_s=30)
     trained.resume(trained.job, trained.with_recipe(epochs=30), options)
     ((resolved, spec, *_),) = started
     assert (spec.run_id, spec.ranks, spec.noise) == (trained.run.run_id, trained.spec.ranks, NOISE)
-    assert (spec.recipe.epochs, spec.max_steps, spec.is_balanced) == (30, 7, False)
-    assert (spec.checkpoint_interval_s, spec.num_checkpoints) == (30, 5), "given, and as it began"
+    assert (spec.recipe.epochs, spec.max_steps, spec.checkpoint_interval_s) == (30, 7, 30), "as given"
+    assert (spec.num_checkpoints, spec.is_balanced) == (5, False), "as it began"
     assert (spec.architecture, spec.weights) == (FILE.path, FILE.path)
     assert spec.output_directory.endswith(trained.run.run_id)
     assert steps_per_epoch(resolved.data.placed) == 25
