@@ -136,12 +136,20 @@ def is_gone(holder: Holder) -> bool:
     return isinstance(pid, int) and _start_time(pid) != holder.get("started")
 
 
+def is_same_file(path: Path, other: Path) -> bool:
+    """Return whether both are the same file, under whatever names. Not if one of them is gone."""
+    try:
+        return os.path.samefile(path, other)
+    except FileNotFoundError:
+        return False
+
+
 def is_held(directory: Path, pid: int) -> bool:
     """Return whether process `pid` has `directory` open or in its command line. True if that is hidden."""
     path, process = str(directory.resolve()), Path(f"/proc/{pid}")
     try:
-        opened = map(os.path.realpath, (process / "fd").iterdir())
-        return path in opened or os.fsencode(path) in (process / "cmdline").read_bytes()
+        opened = any(is_same_file(descriptor, directory) for descriptor in (process / "fd").iterdir())
+        return opened or os.fsencode(path) in (process / "cmdline").read_bytes()
     except OSError as error:
         return isinstance(error, PermissionError)  # of another user
 

@@ -406,7 +406,8 @@ def load_run_status(run: RunDirectory, kept: KeptStatus | None = None) -> KeptSt
     """
     paths = run.manifest, run.process, run.events
     files = {path.name: file_state(os.lstat(path))[1:] for path in paths if os.path.lexists(path)}
-    if kept and kept.files == files:  # without devices, which may differ after a reboot
+    # Without devices, which may differ after a reboot. A manifest that could not be read may be now.
+    if kept and kept.files == files and kept.status.num_ranks:
         return kept
     try:
         manifest = run.read_manifest()

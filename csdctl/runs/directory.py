@@ -101,6 +101,14 @@ class Manifest(_Part):
         return self.plan.nodes
 
 
+def began_s(run_id: str) -> float:
+    """Return the Unix time at which a run was created, 0 for a name that is no id."""
+    try:
+        return datetime.strptime(run_id, _ID).replace(tzinfo=UTC).timestamp()
+    except (ValueError, OverflowError):
+        return 0.0
+
+
 def check_links(directory: Path) -> None:
     """Raise InputError for a symbolic link in a run's directory: csdctl writes none, and would follow it."""
     names = ((place, name) for place, *below in os.walk(directory) for name in itertools.chain(*below))
@@ -353,6 +361,7 @@ class EventLog:
         self._run, self._max_bytes = run, max_bytes
         self._file = open_log(run.events, say)
         self._num_bytes = os.fstat(self._file.fileno()).st_size
+        self._is_synced = False
         self.unwritten = bytearray()
         """Bytes for which a full disk has no place, written once it has."""
         self._limited: set[int] = set()
@@ -379,8 +388,10 @@ class EventLog:
         try:
             while self.unwritten:
                 del self.unwritten[: self._file.write(self.unwritten)]
+            self._is_synced = False
             if is_synced:
                 os.fsync(self._file.fileno())
+                self._is_synced = True
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) or len(self.unwritten) > 64 << 20:
                 raise
@@ -389,7 +400,7 @@ class EventLog:
         """Write, sync and close the file. Raises OSError."""
         try:
             self._write(is_synced=True)
-            if self.unwritten:
+            if self.unwritten or not self._is_synced:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._run.events))
         finally:
             self._file.close()

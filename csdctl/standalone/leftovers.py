@@ -24,10 +24,10 @@ DAEMON_MARKER = "csdctl_run_"
 LOCK = ".csdctl/lock"
 PLACES = ("", "*/", "runs/*/", "runs/*/checkpoints/", "data/*/")
 PARTS = (
-    *(".csdctl/objects/*.part", ".csdctl/trees/.part-*", ".csdctl/tmp????????.*"),
-    *(f".csdctl/{place}.*.{'[0-9a-f]' * 8}" for place in PLACES),
+    *(".csdctl/objects/*.part", ".csdctl/trees/.part-*", ".csdctl/tmp????????.*", ".csdctl/runs/*/part-*"),
+    *(f".csdctl/{place}.*.{end}" for place in PLACES for end in ("[a-z0-9_]" * 8, "new")),
 )
-"""Patterns of files that a killed command has not finished. Files have these names while they are written."""
+"""Patterns of files that a killed command, also of an earlier version, has not finished."""
 FEATURES, PREDICTIONS = ".csdctl/features", ".csdctl/predictions"
 COPIES = ".csdctl/copies"
 """Copies of another server's runs, laid out as a project directory. Their states are in /dev/shm."""

@@ -51,6 +51,7 @@ MAX_MARKS = 1 << 16
 """The longest text that the host takes."""
 SILENCE_S = 120.0
 """The longest silence of the host before this command ends on its own."""
+UNSYNCED = (errno.EINVAL, errno.EBADF, errno.ENOTSUP, errno.EACCES)
 NO_LINK = (errno.EMLINK, errno.EPERM, errno.EXDEV, errno.EOPNOTSUPP, errno.ENOSYS, errno.EACCES)
 REMEDIES = {
     errno.ENOSPC: "free disk space there: `df -h`, `csdctl clean`",
@@ -302,12 +303,16 @@ def sync(paths: list[bytes]) -> None:
 
             flush, paths = ctypes.CDLL(None).syncfs, [OBJECTS]
     for path in paths:
-        handle = os.open(path, os.O_RDONLY)
         try:
-            if flush(handle):
-                raise OSError(errno.EIO, os.strerror(errno.EIO))
-        finally:
-            os.close(handle)
+            handle = os.open(path, os.O_RDONLY)
+            try:
+                if flush(handle):
+                    raise OSError(errno.EIO, os.strerror(errno.EIO))
+            finally:
+                os.close(handle)
+        except OSError as error:
+            if error.errno not in UNSYNCED or not os.path.isdir(path):
+                raise
         beat()
 
 

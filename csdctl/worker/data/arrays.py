@@ -11,13 +11,15 @@ from typing import IO, Any
 
 import numpy as np
 
-from csdctl.worker.data.file_hash import REMEMBERED, chunk_bytes, hash_file, open_regular
+from csdctl.worker.data.file_hash import chunk_bytes, hash_file, open_regular
 from csdctl.worker.process.errors import JobError, WorkerError
 from csdctl.worker.protocol.datasets import DatasetInfo
 from csdctl.worker.protocol.durable_files import replacing
 
 Array = np.ndarray[Any, Any]
 
+MAX_COMPARED = 4
+"""Chunks that a step compares at most, since it waits. Others are compared when they are read again."""
 OBJECTS = "it has Python objects, not numbers"
 MAX_HEADER_BYTES = 60_000
 """Room for about a thousand fields; a header of the first version can have 65,535."""
@@ -100,9 +102,12 @@ class CheckedArray:
         selected: Array = self.array[rows]
         return selected
 
-    def check(self) -> None:
-        """Raise JobError if the file is not the one that was prepared. Fast if nobody touched it."""
-        sha256, self._checksums = hash_file(self._file, self._path)
+    def check(self, *, is_fresh: bool = False) -> None:
+        """Raise JobError if the file is not the one that was prepared. Fast if nobody touched it.
+
+        `is_fresh`: it is read again in any case.
+        """
+        sha256, self._checksums = hash_file(self._file, self._path, is_fresh=is_fresh)
         if sha256 != self._sha256:
             hashes = f"expected SHA-256 {self._sha256 or 'of nothing'}, found {sha256}"
             raise JobError(f"{self._path} is not what was prepared: {hashes}", remedy=RESTORE)
@@ -112,10 +117,10 @@ class CheckedArray:
         size, row_bytes = chunk_bytes(os.fstat(self._file.fileno()).st_size), self.array[:1].nbytes
         starts = (getattr(self.array, "offset", 0) + rows * row_bytes).tolist()  # none: it has no bytes
         touched = {n for start in starts for n in range(start // size, -(-(start + row_bytes) // size))}
-        for number in self._unread & touched if self.array.flags.c_contiguous else {*self._unread}:
+        is_by_row = self.array.flags.c_contiguous
+        for number in sorted(self._unread & touched)[:MAX_COMPARED] if is_by_row else [*self._unread]:
             if zlib.crc32(os.pread(self._file.fileno(), size, number * size)) != self._checksums[number]:
-                REMEMBERED.unlink(missing_ok=True)
-                self.check()  # now the whole file is read
+                self.check(is_fresh=True)
             self._unread.discard(number)
 
 

@@ -49,8 +49,13 @@ def chunk_bytes(file_bytes: int) -> int:
     return max(MIN_CHUNK_BYTES, -(-file_bytes // MAX_CHUNKS))
 
 
-def hash_file(file: BufferedReader, name: str, remembered: Path = REMEMBERED) -> tuple[str, list[int]]:
-    """Return the SHA-256 of an open file, and the CRC-32 of each chunk. Raises WorkerError if it changes."""
+def hash_file(
+    file: BufferedReader, name: str, remembered: Path = REMEMBERED, *, is_fresh: bool = False
+) -> tuple[str, list[int]]:
+    """Return the SHA-256 of an open file, and the CRC-32 of each chunk. Raises WorkerError if it changes.
+
+    `is_fresh`: what is remembered does not count.
+    """
     state = file_state(os.fstat(file.fileno()))
     size = chunk_bytes(state[2])
 
@@ -65,17 +70,25 @@ def hash_file(file: BufferedReader, name: str, remembered: Path = REMEMBERED) ->
         return digest.hexdigest(), checksums
 
     key = f"{state[0]}:{state[1]}"
-    hashes: tuple[str, list[int]] = remember(key, (*state[2:], size), state[-1], compute, remembered)
+    hashes: tuple[str, list[int]] = remember(
+        key, (*state[2:], size), state[-1], compute, remembered, is_fresh=is_fresh
+    )
     return hashes
 
 
 def remember(
-    key: str, state: Sequence[Any], ctime_ns: int, compute: Callable[[], Any], remembered: Path = REMEMBERED
+    key: str,
+    state: Sequence[Any],
+    ctime_ns: int,
+    compute: Callable[[], Any],
+    remembered: Path = REMEMBERED,
+    *,
+    is_fresh: bool = False,
 ) -> Any:
     """Return what `compute` returned when `key` had this `state`, or returns now. `ctime_ns`: the newest."""
     entries = _load(remembered)
     entry = entries.pop(key, None)
-    if entry and entry[:-1] == [*state]:
+    if entry and entry[:-1] == [*state] and not is_fresh:
         return entry[-1]
     tick_s = TICK_S if ctime_ns % 1_000_000_000 else COARSE_TICK_S
     time.sleep(min(max(0.0, tick_s - (time.time() - ctime_ns / 1e9)), tick_s))

@@ -8,7 +8,7 @@ from csdctl.worker.protocol.limits import explain_error
 
 WRITING = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
 """Errors of a write alone."""
-IN_THE_WAY = (errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)
+IN_THE_WAY = (errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENOTEMPTY)
 PERMANENT = dict.fromkeys((errno.EACCES, errno.EPERM), "fix the permissions") | dict.fromkeys(
     IN_THE_WAY, "move away what is in its place"
 )
@@ -26,9 +26,12 @@ def describe_os_error(error: OSError, path: str | Path = "") -> tuple[str, str]:
     """Return the problem, and what to do, '' if that is unknown. `path`: of an error that names no file."""
     code, name = error.errno or 0, error.filename2 or error.filename or path  # the second of a rename
     path = os.fsdecode(name) if isinstance(name, bytes) else str(name)
-    disk = Path(os.path.realpath(path))
+    try:
+        disk = os.path.realpath(path)
+    except FileNotFoundError:  # the working directory is gone
+        disk = "/"
     while not os.path.ismount(disk):
-        disk = disk.parent
+        disk = os.path.dirname(disk)
     verb, failed = ("write", "a write") if code in WRITING else ("access", "a system call")
     cause = (error.strerror or str(error) or type(error).__name__).lower() + explain_error(str(error))
     problem = f"cannot {verb} {path}: {cause}" if name else f"{failed} failed: {cause}"

@@ -6,6 +6,7 @@ writer of the same path removes it.
 """
 
 import contextlib
+import errno
 import fcntl
 import os
 import re
@@ -14,6 +15,9 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
+
+UNSYNCED = (errno.EINVAL, errno.EBADF, errno.ENOTSUP, errno.EACCES)
+"""Errors of a directory on a file system that syncs none, or that this user may not list."""
 
 
 @contextlib.contextmanager
@@ -69,12 +73,16 @@ def make_directory(directory: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Sync a file, or the names in a directory, to disk. Raises OSError."""
-    descriptor = os.open(path, os.O_RDONLY)
+    """Sync a file, or the names in a directory if that is possible, to disk. Raises OSError."""
     try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        if error.errno not in UNSYNCED or not path.is_dir():
+            raise
 
 
 @contextlib.contextmanager
@@ -96,8 +104,9 @@ def _created_beside(path: Path, flags: int) -> Iterator[tuple[Path, int]]:
         error.filename = error.filename or str(path)  # of a write: the disk is full
         raise
     finally:
-        _remove(part)
         os.close(descriptor)
+        with contextlib.suppress(OSError):  # the error before says more
+            _remove(part)
 
 
 def _create_locked(path: Path, flags: int) -> tuple[Path, int]:

@@ -25,11 +25,19 @@ from csdctl.notify import DATED, DETACHED, Say, shorten
 from csdctl.placement.equation1 import steps_per_epoch
 from csdctl.reporting import results
 from csdctl.reporting.results import COMPLETED, RUNNING, RunStatus, Statuses, load_run_status
-from csdctl.runs.directory import LATEST, ProjectDirectory, RunDirectory, check_links, find_run, skipping
+from csdctl.runs.directory import (
+    LATEST,
+    ProjectDirectory,
+    RunDirectory,
+    began_s,
+    check_links,
+    find_run,
+    skipping,
+)
 from csdctl.runs.private import check_directory
 from csdctl.runs.stored_events import EVENTS_LOST
 from csdctl.worker.protocol.durable_files import make_directory
-from csdctl.worker.protocol.events import Event
+from csdctl.worker.protocol.events import STOPPED, Event
 from csdctl.workflows.workspace.event_stream import RunStarted
 
 StatusT = TypeVar("StatusT", RunStatus, results.RunSummary)
@@ -133,7 +141,12 @@ def as_process_says(run: RunDirectory, status: StatusT) -> StatusT:
         return replace(status, state=RUNNING)
     is_unfinished = status.state in (results.INTERRUPTED, results.FAILED)
     if is_unfinished and "ended" in process.holder and not results.read_end(run)[0]:  # without an error
-        return replace(status, state=results.COMPLETED, reason=EVENTS_LOST)
+        is_stopped = status.reason == STOPPED
+        return replace(
+            status,
+            state=results.STOPPED if is_stopped else results.COMPLETED,
+            reason=status.reason or EVENTS_LOST,
+        )
     return status
 
 
@@ -200,9 +213,8 @@ StoredRun = tuple[RunStatus, int, str]
 def read_stored(project: ProjectDirectory, say: Say) -> Iterator[StoredRun]:
     """Yield all runs, the oldest first. `say` names those that cannot be read."""
     texts = {}
-    for path in (*project.root.glob("*.yaml"), *project.state.glob("plans/*.yaml")):
-        with suppress(InputError):  # csdctl cannot read it as a job either
-            texts[path.name] = load_text(path, errors="replace")
+    for path in (*project.root.glob("*.y*ml"), *project.state.glob("plans/*.yaml")):
+        texts[path.name] = load_text(path, errors="replace")
     runs = list_runs(project, say)
     for run in runs:
         num_bytes = 0
@@ -215,6 +227,11 @@ def read_stored(project: ProjectDirectory, say: Say) -> Iterator[StoredRun]:
         yield run, num_bytes, ", ".join(needed)
 
 
+def latest_s(run: RunStatus) -> float:
+    """Return the Unix time of a run's last event. Without events, when it began by its id, or now."""
+    return run.last_event_s or began_s(run.run_id) or time.time()
+
+
 def choose_runs(
     runs: Sequence[StoredRun], older_than_s: float | None, max_bytes: int | None, num_kept: int | None
 ) -> list[StoredRun]:
@@ -225,7 +242,7 @@ def choose_runs(
     """
     named, left_bytes = [], sum(num_bytes for _, num_bytes, _ in runs)
     for run, num_bytes, needed in runs[: max(0, len(runs) - (num_kept or 0))]:
-        is_old = older_than_s is not None and time.time() - (run.last_event_s or 0.0) > older_than_s
+        is_old = older_than_s is not None and time.time() - latest_s(run) > older_than_s
         is_too_much = max_bytes is not None and left_bytes > max_bytes
         if is_old or is_too_much or (older_than_s is None and max_bytes is None):
             named.append((run, num_bytes, needed))

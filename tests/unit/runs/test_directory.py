@@ -1,5 +1,6 @@
 """A run's directory: its events, its manifest, logs, and files that were edited or come from a stranger."""
 
+import errno
 import functools
 import json
 import math
@@ -156,6 +157,20 @@ class TestEvents:
             assert log.unwritten
         log.close()
         assert list(run.read_events(NODES)) == EVENTS
+
+    def test_events_that_a_full_disk_refuses_when_they_are_synced_are_an_error_at_the_end(
+        self, run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """NFS tells of a full quota only then."""
+
+        def refuse(descriptor: int) -> None:
+            raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+        log = EventLog(run)
+        monkeypatch.setattr(os, "fsync", refuse)
+        log.append(1.0, EVENTS[-1])
+        with pytest.raises(OSError, match="No space left"):
+            log.close()
 
     def test_event_that_was_cut_is_said_and_costs_no_other(self, run: RunDirectory) -> None:
         said: list[str] = []

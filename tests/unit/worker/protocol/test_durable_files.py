@@ -1,6 +1,7 @@
 """Files and directories are synced, then named; interrupted and killed writers leave nothing for long."""
 
 import contextlib
+import errno
 import os
 import signal
 import stat
@@ -95,6 +96,22 @@ def test_all_in_a_directory_is_synced_before_it_is_named(
             (directory / name).write_bytes(b"content")
     assert {name for call, name in calls[:4] if call == "fsync"} == {"one", "two", "deeper", ".model"}
     assert calls[4:] == [("replace", "model"), ("fsync", "top")]
+
+
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.ENOTSUP])
+def test_directories_of_a_file_system_that_syncs_none_are_written_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    fsync = os.fsync
+
+    def refuse_directories(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(code, os.strerror(code))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", refuse_directories)
+    save_text(tmp_path / "new" / "file", "content")
+    assert (tmp_path / "new" / "file").read_text() == "content"
 
 
 def test_missing_directories_are_for_this_user_alone(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +138,19 @@ class TestList:
             assert [run.state for run in list_runs(project, print)] == ["completed"]
         assert not project.statuses.exists()
 
+    def test_run_whose_manifest_was_unreadable_once_is_read_again(
+        self, project: ProjectDirectory, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        add_run(project, END, *DONE)
+
+        def refuse(run: RunDirectory) -> Any:
+            raise InputError("stale file handle")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(RunDirectory, "read_manifest", refuse)
+            assert list_runs(project, lambda line: None) == []
+        assert [status.state for status in list_runs(project, print)] == ["completed"]
+
 
 def stored(*sizes_and_ages: tuple[int, float], **needed: str) -> list[StoredRun]:
     """Return runs with these bytes and days since their last events, the oldest first."""
@@ -175,6 +189,11 @@ class TestRules:
         older_than_s = None if older_than is None else older_than * 86400
         chosen = choose_runs(runs, older_than_s, max_bytes, keep)
         assert [run.run_id[3:] for run, _, _ in chosen] == [*named]
+
+    def test_run_without_events_is_as_old_as_its_id(self) -> None:
+        new, old = f"{datetime.now(UTC):%Y%m%d-%H%M%S-%f}", "20200101-000000-000000"
+        runs = [(RunStatus(run_id, "interrupted"), 1, "") for run_id in (old, new, "of somebody")]
+        assert [run.run_id for run, _, _ in choose_runs(runs, 86400.0, None, None)] == [old]
 
     def test_run_that_is_needed_is_named_and_frees_nothing(self) -> None:
         runs = stored((4, 200), (2, 100), (1, 80), (4, 30), run0="running")
