@@ -136,10 +136,10 @@ def is_gone(holder: Holder) -> bool:
     return isinstance(pid, int) and _start_time(pid) != holder.get("started")
 
 
-def is_same_file(path: Path, other: Path) -> bool:
-    """Return whether both are the same file, under whatever names. Not if one of them is gone."""
+def is_same_file(path: Path, directory: Path) -> bool:
+    """Return whether `path` is `directory`, under whatever name. Not if one of them is gone."""
     try:
-        return os.path.samefile(path, other)
+        return os.path.samefile(path, directory)
     except FileNotFoundError:
         return False
 
