@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from csdctl.worker.protocol.processes import load_stat
 from tests.emulated.running import emulated, home_of
 from tests.emulated.small_jobs import pausing_layer, small_job
 from tests.emulated.training import (
@@ -73,11 +72,7 @@ def targets(project: Path, run: Path) -> dict[str, Callable[[], list[int]]]:
         "end of a link on the host": lambda: processes_of(run, "host", "python", " link --rank"),
         "mpirun": lambda: processes_of(run, "", "prterun"),
         "daemon": lambda: of_fleet(processes("prted"), project, "prted"),
-        "hub": lambda: [
-            pid
-            for pid in processes(" hub --descriptor")
-            if (stat := load_stat(pid)) and stat.parent in ranks_of_host()
-        ],
+        "hub": lambda: processes_of(run, "host", "python", " hub "),
         "rank 0": ranks_of_host,
     }
 

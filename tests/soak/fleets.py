@@ -59,7 +59,7 @@ class SoakFleet:
             "rank 0": host,
             "rank of a node": ranks,
             "parent of a node's rank": [stat.parent for pid in ranks if (stat := load_stat(pid))],
-            "hub": [pid for pid in processes(" hub --descriptor") if self._parent(pid) in host],
+            "hub": processes_of(run, "host", "python", " hub "),
             "mpirun": processes_of(run, "", "prterun"),
             "daemon of mpirun": self.daemons(),
             "link on the host": processes_of(run, "host", "python", " link --rank"),
@@ -86,11 +86,6 @@ class SoakFleet:
         """Return what of a run still runs."""
         pids = [*processes(f"csdctl-run={run.name}"), *self.daemons()]
         return [f"{pid}: {command_line(pid)}" for pid in pids]
-
-    @staticmethod
-    def _parent(pid: int) -> int:
-        stat = load_stat(pid)
-        return stat.parent if stat else 0
 
 
 class EmulatedFleet(SoakFleet):
