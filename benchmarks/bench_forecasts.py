@@ -10,10 +10,7 @@ Forecasts of whole trainings by features and split: `-k strategy_choice`.
 
 import shutil
 import statistics
-import subprocess
-import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +20,7 @@ import yaml
 from benchmarks.bench_goodput import NORMALIZED
 from benchmarks.running import EXAMPLES, csdctl, emulated_fleet, limited_link, place_sample
 from examples.sample_data import fetch_fashion_mnist
+from tests.soak.soak import hogs
 
 FLEETS = {
     "1 node": (1, 0.5, 0),
@@ -48,18 +46,6 @@ NUM_RUNS = 2
 MEASURED_S = 8.0
 MIN_STEPS = 20
 OPTIONS = ("--strategy", "data-parallel")
-
-
-@contextmanager
-def other_work(num_busy: int) -> Iterator[None]:
-    """Keep so many cores busy."""
-    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(num_busy)]
-    try:
-        yield
-    finally:
-        for process in busy:
-            process.kill()
-            process.wait()
 
 
 def reach(directory: Path, job: str, rate: float, plan: dict[str, Any], *options: str) -> float:
@@ -89,7 +75,7 @@ def test_forecasts(tmp_path: Path, num_busy: int) -> None:
         shutil.copytree(EXAMPLES / "fashion_mnist", directory)
         # Behind a limited link there is no other network.
         fetch_fashion_mnist(directory / ".csdctl" / "samples" / "fashion-mnist")
-        with limited_link(mbit_per_s), emulated_fleet(directory, num_nodes, cpu), other_work(num_busy):
+        with limited_link(mbit_per_s), emulated_fleet(directory, num_nodes, cpu), hogs(num_busy):
             csdctl(directory, "discover")
             place_sample(directory, "fashion-mnist", "--private", "")
             for model, code in MODELS.items():

@@ -43,7 +43,6 @@ class Commands:
         """`write_private` writes private data of this number of samples."""
         self.fleet, self.chosen, self._write_private = fleet, chosen, write_private
         self.problems: list[str] = []
-        self.counts: dict[str, int] = {}
         self.codes: dict[str, list[int]] = {}
         """Exit codes of the disturbed commands."""
         self._tree = fleet.project / "tree"
@@ -85,7 +84,6 @@ class Commands:
         while time.monotonic() < end or number < len(names) - 1:
             name = names[number % len(names)]
             number += 1
-            self.counts[name] = self.counts.get(name, 0) + 1
             try:
                 self._disturb(name, self.commands[name], number)
             except (AssertionError, ValueError, OSError) as error:

@@ -191,10 +191,7 @@ class Soak:
         with contextlib.suppress(OSError):
             self._start = (self.run / "events.jsonl").stat().st_size
         self.process = self.fleet.start(sys.executable, "-c", WITH_CLOCK, str(self._clock), *arguments)
-        threading.Thread(target=self._read, args=(self.process,), daemon=True).start()
-
-    def _read(self, process: "subprocess.Popen[str]") -> None:
-        for stream in filter(None, (process.stdout, process.stderr)):
+        for stream in (self.process.stdout, self.process.stderr):
             threading.Thread(target=self._keep, args=(stream,), daemon=True).start()
 
     def _keep(self, stream: Any) -> None:
@@ -466,7 +463,7 @@ def filled(directory: Path) -> Iterator[None]:
 
 
 @contextmanager
-def hogs(count: int, num_bytes: int) -> Iterator[None]:
+def hogs(count: int, num_bytes: int = 0) -> Iterator[None]:
     """Keep processors busy, and memory of this size each in use."""
     command = [sys.executable, "-c", HOG.format(size=num_bytes)]
     busy = [subprocess.Popen(command) for _ in range(count)]
