@@ -88,17 +88,25 @@ def find_holder() -> "dict[str, Any] | None":
     """Return the description of the lock's holder. {} if it is unreadable, None if there is no holder."""
     try:
         # Opened for writing, because NFS locks no file that is open only for reading.
-        lock = os.fdopen(os.open(LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK), "r+")
+        lock = os.open(LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
         return None
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return None
-        except BlockingIOError:
-            with contextlib.suppress(ValueError, TypeError):
-                return dict(json.loads(lock.read(4096)))
-            return {}
+    end_s = time.monotonic() + 3.0
+    try:
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return None
+            except BlockingIOError:
+                holder = {}
+                with contextlib.suppress(ValueError, TypeError):
+                    holder = dict(json.loads(os.pread(lock, 4096, 0)))
+                # A new holder writes after it has locked: see receive.py
+                if os.path.exists("/proc/" + str(holder.get("holding_pid"))) or time.monotonic() > end_s:
+                    return holder
+            time.sleep(0.02)
+    finally:
+        os.close(lock)
 
 
 def find_lock_processes(holder: "dict[str, Any] | None") -> "list[int]":

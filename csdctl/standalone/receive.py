@@ -429,14 +429,20 @@ def lock_machine() -> None:
     lock = open_lock(MACHINE_LOCK)
     os.fchmod(lock, 0o600)
     holder = json.loads(sys.stdin.readline())
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        holder = {}
-        with contextlib.suppress(ValueError, TypeError):  # its owner is still writing it
-            holder = dict(json.loads(os.read(lock, 4096)))
-        respond("held", holder=holder)
-        return
+    end_s = time.monotonic() + 3.0
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            current = {}
+            with contextlib.suppress(ValueError, TypeError):
+                current = dict(json.loads(os.pread(lock, 4096, 0)))
+            # A new holder writes after it has locked. Until then the file is empty or names an ended process.
+            if os.path.exists("/proc/" + str(current.get("holding_pid"))) or time.monotonic() > end_s:
+                respond("held", holder=current)
+                return
+        time.sleep(0.02)
     os.ftruncate(lock, 0)
     os.pwrite(lock, json.dumps({**holder, "holding_pid": os.getpid()}).encode(), 0)
     here = os.getcwd()  # …/machines/THIS

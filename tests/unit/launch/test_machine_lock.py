@@ -1,10 +1,13 @@
 """One csdctl at a time on a machine, with real processes and locks. What `clean` leaves on the host."""
 
+import contextlib
+import fcntl
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +55,32 @@ def test_second_csdctl_fails_at_once_and_names_the_first(session: LocalSession, 
     assert (caught.value.exit_code, caught.value.node) == (ExitCode.LOCKED, "csd0")
     assert f"`csdctl train`, process {os.getpid()} on" in str(caught.value)
     assert str(tmp_path / "first") in str(caught.value)
+
+
+@pytest.mark.parametrize("before", ["", '{"command": "prepare", "holding_pid": 4194304}'])
+@pytest.mark.parametrize("is_described", [True, False])
+def test_holder_is_read_once_it_has_described_itself(
+    session: LocalSession, tmp_path: Path, before: str, is_described: bool
+) -> None:
+    """A holder locks the file and writes then. Meanwhile the file is empty or describes the holder before."""
+    path = tmp_path / ".csdctl" / "lock"
+    path.parent.mkdir()
+    path.write_text(before)
+    with path.open("r+") as file, ThreadPoolExecutor() as pool, contextlib.ExitStack() as stack:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        locking = pool.submit(stack.enter_context, lock(session, tmp_path))
+        cleaning = pool.submit(clean_machine, session, sys.executable, CleanupOptions())
+        assert not wait([locking, cleaning], 1.0, FIRST_COMPLETED).done
+        if is_described:
+            path.write_text(json.dumps({"command": "train", "holding_pid": os.getpid()}))
+            for future in (locking, cleaning):
+                with pytest.raises(MachineLockedError, match="`csdctl train`"):
+                    future.result()
+        else:
+            fcntl.flock(file, fcntl.LOCK_UN)
+            assert locking.result()
+            with contextlib.suppress(MachineLockedError):  # of `locking`
+                cleaning.result()
 
 
 @pytest.mark.parametrize("kind", ["pipe", "directory", "link"])
