@@ -1,10 +1,11 @@
 """Tuning in the lab: against a grid of batch sizes and Algorithm 1, and its prediction against training.
 
     make bench ARGS="-k grid"          one model, a host and four nodes at 22% of a core
+    make bench ARGS="-k kinds"         two models, three nodes with alike facts at 50%, 20% and 10% of a core
     make bench ARGS="-k predicted"     three models; that fleet and a fleet with three classes of nodes
-    make bench ARGS="-k tuning"        both
+    make bench ARGS="-k tuning"        all
 
- needs an idle machine. CSDCTL_BENCH_SMOKE=1 only checks that it works; its
+Needs an idle machine. CSDCTL_BENCH_SMOKE=1 only checks that it works; its
 figures mean nothing. Batch sizes are printed as host + nodes.
 """
 
@@ -19,9 +20,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks.grid import Visits, grid_points, visit, with_between
+from benchmarks.grid import Visits, grid_points, unequal_grid_points, visit, with_between
 from benchmarks.running import read_documents
 from benchmarks.slow_nodes import CPU, DENSE, MOBILENET, SMALL, write_fleet, write_job
+from csdctl.tuning.plan import load_plan
 from tests.lab.lab import Lab
 from tests.lab.machines import LabNode
 from tests.lab.project import Project
@@ -32,6 +34,7 @@ NUM_IMAGES = {"mobilenet": 6_000, "small": 40_000, "dense": 40_000}
 WORKS = {"mobilenet": MOBILENET, "small": SMALL, "dense": DENSE}
 CPUS = {
     "equal": {f"slow{number}": CPU for number in range(4)},
+    "kinds": {"half": 0.5, "fifth": 0.2, "tenth": 0.1},
     "unequal": {"weak0": 0.12, "middle0": 0.2, "middle1": 0.2, "strong0": 0.3},
 }
 """Fleets, and the share of a core of each node."""
@@ -123,14 +126,32 @@ def test_tuning_against_a_grid(project: Project) -> None:
     ratio = fit.plan["measuring_s"] / stannis.plan["measuring_s"]
     print(f"measuring, fit / Algorithm 1: {ratio:.2f}; the commands: {fit.wall_s / stannis.wall_s:.2f}")
 
-    planned = tuple(rank["batch_size"] for rank in fit.plan["ranks"])
-    points = grid_points(MAX_GLOBAL_BATCH, len(planned) - 1)
+    points = grid_points(MAX_GLOBAL_BATCH, len(CPUS["equal"]))
+    compare_with_grid(project, job, FLEET_FILES["equal"], fit_path, points)
+
+
+@pytest.mark.parametrize("job", ["mobilenet", "small"])
+def test_kinds_against_a_grid(project: Project, job: str) -> None:
+    fleet, shares = FLEET_FILES["kinds"], CPUS["kinds"].values()
+    print(f"\n{job}, host and nodes with {', '.join(f'{share:.0%}' for share in shares)} of a core")
+    options = ("--fresh", "--strategy", "data-parallel", "--max-global-batch", str(MAX_GLOBAL_BATCH))
+    tuned = tune(project, f"{job}.yaml", "--fleet", fleet, *options)
+    tuned.print("fit")
+    points = unequal_grid_points(MAX_GLOBAL_BATCH, [*shares])
+    compare_with_grid(project, job, fleet, plan_path(project, job), points)
+
+
+def compare_with_grid(
+    project: Project, job: str, fleet: str, path: Path, points: list[tuple[int, ...]]
+) -> None:
+    """Print the speed of the plan in `path` and of `points`, then of the best again, alternately."""
+    planned = tuple(rank.batch_size for rank in load_plan(path).ranks)
     start = time.monotonic()
-    grid = visit(project, job, fit_path, with_between(points, planned, FIT_VISITS), VISIT_S)
+    grid = visit(project, job, fleet, path, with_between(points, planned, FIT_VISITS), VISIT_S)
     print(f"the grid, {time.monotonic() - start:.0f} s; the fit's plan is {planned}:")
     print_against(planned, grid)
     best = grid.best(FINALISTS, excluded=planned)
-    finals = visit(project, job, fit_path, [*[planned, *best] * ROUNDS, planned], VISIT_S)
+    finals = visit(project, job, fleet, path, [*[planned, *best] * ROUNDS, planned], VISIT_S)
     print("the best points again, alternately with the fit's plan:")
     print_against(planned, finals)
 

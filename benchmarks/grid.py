@@ -6,6 +6,7 @@ import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 from benchmarks.running import CLIENTS
@@ -20,6 +21,10 @@ ON_LIMIT = (1 / 32, 1 / 16, 3 / 32, 7 / 64, 1 / 8, 9 / 64, 3 / 16)
 BELOW = (1 / 16, 3 / 32, 1 / 8, 3 / 16)
 HOST_SHARES = (0.75, 0.5)
 """For the shares in BELOW, the host takes these fractions of the rest."""
+SHARES_OF_UNEQUAL = (0.2, 0.3, 0.4, 0.5)
+"""Shares of the limit of unequal nodes together, with weights that are right."""
+FACTORS = (0.6, 1.6)
+"""How far one node's weight is wrong."""
 NUM_SKIPPED = 1
 """Steps at the start of a visit that do not count: TensorFlow builds its kernels for new batch sizes."""
 MIN_STEPS = 2
@@ -34,6 +39,17 @@ def grid_points(limit: int, num_nodes: int) -> list[Sizes]:
     for share, of_rest in pairs:
         node = max(1, round(limit * share))
         points.append((max(1, round((limit - num_nodes * node) * of_rest)), *[node] * num_nodes))
+    return list(dict.fromkeys(points))
+
+
+def unequal_grid_points(limit: int, weights: Sequence[float]) -> list[Sizes]:
+    """Return points with a global batch of `limit`: nodes by weight, and with one wrong weight."""
+    points = []
+    for share in SHARES_OF_UNEQUAL:
+        for wrong, factor in [(0, 1.0), *product(range(len(weights)), FACTORS)]:
+            nodes = [weight * (factor if n == wrong else 1.0) for n, weight in enumerate(weights)]
+            sizes = [max(1, round(limit * share * weight / sum(weights))) for weight in nodes]
+            points.append((limit - sum(sizes), *sizes))
     return list(dict.fromkeys(points))
 
 
@@ -59,7 +75,9 @@ class Visits:
             print(f"  {shown:28} = {sum(point):4}: {self.median(point):7.1f} samples/s  ({runs})")
 
 
-def visit(project: Project, job: str, plan_path: Path, order: Sequence[Sizes], seconds: float) -> Visits:
+def visit(
+    project: Project, job: str, fleet: str, plan_path: Path, order: Sequence[Sizes], seconds: float
+) -> Visits:
     """Measure the points of `order` in sequence, each for `seconds`, in one trial of all ranks.
 
     Threads and other settings are those of the plan.
@@ -72,13 +90,13 @@ def visit(project: Project, job: str, plan_path: Path, order: Sequence[Sizes], s
 
     visits = [(point, num_steps(point)) for point in order]
     done = project.lab.host.run(
-        *(sys.executable, str(CLIENT), f"{job}.yaml", str(plan_path), json.dumps(visits)), cwd=project.path
+        *(sys.executable, str(CLIENT), f"{job}.yaml", fleet, str(plan_path), json.dumps(visits)),
+        cwd=project.path,
     )
     assert done.returncode == 0, done.stderr
     measured: dict[Sizes, list[float]] = {}
-    for point, steps in zip(order, json.loads(done.stdout), strict=True):
-        counted = steps[NUM_SKIPPED:]
-        measured.setdefault(point, []).append(sum(point) * len(counted) / sum(counted))
+    for point, step_s in zip(order, json.loads(done.stdout), strict=True):
+        measured.setdefault(point, []).append(sum(point) / step_s)
     return Visits(measured)
 
 
