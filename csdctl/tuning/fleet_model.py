@@ -166,8 +166,6 @@ class TrialResult:
     samples_per_s: float
     compute_s: tuple[float, ...]
     """Compute seconds of each rank in a step."""
-    wall_s: float
-    """Seconds of all steps, including steps that are not counted."""
     sum_s: float
     """Seconds of the sums of one step over these ranks, measured before the first step."""
     peak_memory_bytes: tuple[int | None, ...] = ()

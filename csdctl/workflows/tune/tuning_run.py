@@ -46,9 +46,6 @@ from csdctl.workflows.train.run import build_spec, run_ranks
 from csdctl.workflows.train.strategies import cut_model
 from csdctl.workflows.workspace.event_stream import EventStream
 
-SKIPPING_FROM = 10
-"""In a trial of at least this many steps, those before a rank's first progress event do not count: the first
-step is slow. A trial of fewer has long steps, without a slow first one."""
 PROBE_DEADLINE_S = 600.0
 OPTIONS = TrainOptions(
     deadlines=Patience(silence_s=2 * PROBE_DEADLINE_S, poll_s=0.05, max_restarts=0), is_balanced=False
@@ -114,7 +111,12 @@ class TuningRun:
         return self.probed
 
     def take_steps(self, ranks: Sequence[RankPlan], num_steps: int) -> TrialResult:
-        """Take steps with all ranks, with the batch sizes of `ranks`, which are on the same nodes."""
+        """Take steps with all ranks, with the batch sizes of `ranks`, which are on the same nodes.
+
+        A step before them does not count. The first step with a batch size takes up to four times as long:
+        it allocates memory and chooses kernels.
+        """
+        self._take_steps(ranks, 1)
         return read_trial(self._take_steps(ranks, num_steps), [rank.node for rank in ranks])
 
     def balance(self, ranks: Sequence[RankPlan], num_steps: int) -> list[int]:
@@ -209,7 +211,7 @@ def run_trial(
 def read_trial(events: Sequence[Event], nodes: Sequence[str]) -> TrialResult:
     """Sum up the events of the ranks on `nodes`. Raises RunError unless all took all steps undisturbed."""
     tally, reports = Tally(), defaultdict[int, list[Amounts]](list)
-    ended: dict[int, EpochEnd] = {}
+    ended: set[int] = set()
     memory: dict[int, int] = {}
     sum_s, save_s, has_lost_links = 0.0, 0.0, False
     for event in events:
@@ -222,10 +224,10 @@ def read_trial(events: Sequence[Event], nodes: Sequence[str]) -> TrialResult:
         elif isinstance(event, Probed):
             memory[event.rank] = event.peak_memory_bytes
         elif isinstance(event, EpochEnd):
-            ended[event.rank] = event
+            ended.add(event.rank)
         if report := tally.add(event):
             reports[event.rank].append(report)
-    counted = [sum(_without_first(reports[rank]), Amounts()) for rank in range(len(nodes))]
+    counted = [sum(reports[rank], Amounts()) for rank in range(len(nodes))]
     missing = [
         node
         for rank, (node, amounts) in enumerate(zip(nodes, counted, strict=True))
@@ -243,12 +245,9 @@ def read_trial(events: Sequence[Event], nodes: Sequence[str]) -> TrialResult:
         step_s=host.step_s / host.steps,
         samples_per_s=host.throughput or 0.0,
         compute_s=tuple(amounts.compute_s / amounts.steps for amounts in counted),
-        wall_s=ended[0].wall_s,
         sum_s=sum_s,
         peak_memory_bytes=tuple(memory.get(rank) for rank in range(len(nodes))),
-        error=standard_error(
-            [report.step_s / report.steps for report in _without_first(reports[0]) if report.steps]
-        ),
+        error=standard_error([report.step_s / report.steps for report in reports[0] if report.steps]),
         save_s=save_s,
     )
 
@@ -256,9 +255,3 @@ def read_trial(events: Sequence[Event], nodes: Sequence[str]) -> TrialResult:
 def _failed(reason: str) -> RunError:
     remedy = "check the machines with `csdctl doctor`, then tune again"
     return RunError(f"the trial {reason}", remedy=remedy)
-
-
-def _without_first(reports: Sequence[Amounts]) -> Sequence[Amounts]:
-    """Return the reports of a rank, without the first one of many steps."""
-    num_steps = sum(report.steps for report in reports)
-    return reports[num_steps >= SKIPPING_FROM and reports[0].steps < num_steps :]

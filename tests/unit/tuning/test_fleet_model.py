@@ -82,7 +82,7 @@ def tried(
     step_times = model.step_times()
     times = [step_times[name].at(size) * factors.get(name, 1.0) for name, size in best.batch_sizes.items()]
     step_s = max(times) * overhead_factor + SUM_S
-    result = fleet_model.TrialResult(step_s, 200 / step_s, tuple(times), 5 * step_s, SUM_S)
+    result = fleet_model.TrialResult(step_s, 200 / step_s, tuple(times), SUM_S)
     return fleet_model.TriedPlan(best, plan_ranks(model, best), result)
 
 

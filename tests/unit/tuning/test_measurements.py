@@ -57,7 +57,7 @@ def test_range_of_a_plan_holds_nine_of_ten_runs(drift: float) -> None:
         today_s = 0.1 * math.exp(random.gauss(0.0, drift))
         reports = [today_s * (1 + random.gauss(0.0, 0.03)) for _ in range(10)]
         step_s, error = sum(reports) / 10, standard_error(reports)
-        result = TrialResult(step_s, 4 / step_s, (step_s,), 5.0, 0.0, error=error)
+        result = TrialResult(step_s, 4 / step_s, (step_s,), 0.0, error=error)
         predicted = confirmed_prediction([4], result, compare_trials(trials[-50:]), None)
         assert predicted.samples_per_s_range
         low, high = predicted.samples_per_s_range

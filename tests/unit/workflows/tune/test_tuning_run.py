@@ -79,7 +79,7 @@ def test_trial_adds_the_noise_of_the_job_to_its_private_share(
         run.take_steps(RANKS, 20)
     assert specs[0].noise == noise
     assert [rank.num_private for rank in specs[0].ranks] == [0, 1]
-    host, csd0 = orders[0].ranks
+    host, csd0 = orders[-1].ranks
     assert host.num_private == 0 < csd0.num_private
     assert csd0.num_private + csd0.num_public == 200
 
@@ -163,7 +163,31 @@ def epoch_end(rank: int, steps: int = 20) -> EpochEnd:
     )
 
 
-def test_first_steps_of_many_do_not_count_and_few_steps_all_count() -> None:
+@pytest.mark.parametrize("num_steps", [2, 20])
+def test_first_step_with_its_batch_sizes_does_not_count(
+    at: MeasuredProject, monkeypatch: pytest.MonkeyPatch, num_steps: int
+) -> None:
+    """With TensorFlow, it takes up to four times as long as the next."""
+
+    def take_steps(order: Order) -> list[Event]:
+        assert isinstance(order, TakeSteps)
+        steps = order.ranks[0].num_public // 10
+        step_s = 0.1 if orders else 9.7
+        orders.append(order)
+        times = 1, steps, 0, step_s * steps, 0.0, step_s * steps, "", 20 * steps
+        ends = [EpochEnd(rank, NODES[rank], *times, stepped_samples=20 * steps) for rank in (0, 1)]
+        return [*ends, *(Probed(rank, NODES[rank], 10, None, 0, MIB) for rank in (0, 1))]
+
+    orders: list[Order] = []
+    started, _ = start_run(at, monkeypatch, RANKS, take_steps)
+    with started as run:
+        result = run.take_steps(RANKS, num_steps)
+    assert len(orders) == 2
+    assert result.step_s == pytest.approx(0.1)
+    assert result.compute_s == pytest.approx((0.1, 0.1))
+
+
+def test_all_steps_of_a_trial_count() -> None:
     events: list[Event] = [
         SumTimed(0, "host", (0, 1), 1 << 20, 0.02),
         SaveTimed(0, "host", 0.3),
@@ -173,13 +197,11 @@ def test_first_steps_of_many_do_not_count_and_few_steps_all_count() -> None:
     ]
     result = read_trial(events, NODES)
     assert result.peak_memory_bytes == (1 << 20, 2 << 20)
-    assert result.step_s == pytest.approx(0.1)
-    assert result.samples_per_s == pytest.approx(400)
-    assert result.compute_s == pytest.approx((0.09, 0.08))
-    assert (result.wall_s, result.sum_s, result.save_s) == (9.0, 0.02, 0.3)
-    few = [first_progress(0), epoch_end(0, 9), epoch_end(1, 9)]
-    assert read_trial(few, NODES).step_s == pytest.approx((1.5 + 7 * 0.1) / 9)
-    assert read_trial(few, NODES).peak_memory_bytes == (None, None)
+    assert result.step_s == pytest.approx((1.5 + 18 * 0.1) / 20)
+    assert result.samples_per_s == pytest.approx(40 / result.step_s)
+    assert result.compute_s == pytest.approx(((1.0 + 18 * 0.09) / 20, (1.0 + 18 * 0.08) / 20))
+    assert (result.sum_s, result.save_s) == (0.02, 0.3)
+    assert read_trial([epoch_end(0), epoch_end(1)], NODES).peak_memory_bytes == (None, None)
 
 
 def test_trial_that_lost_its_links_is_an_error() -> None:
@@ -194,9 +216,7 @@ def test_trial_that_lost_its_links_is_an_error() -> None:
         [],
         [first_progress(1), epoch_end(1, 19)],
         [first_progress(1), replace(epoch_end(1), steps=0)],
-        [first_progress(1), replace(epoch_end(1), compute_s=0.0)],
-        [replace(first_progress(1), steps=21), epoch_end(1)],
-        [replace(first_progress(1), compute_s=99.0), epoch_end(1)],
+        [replace(epoch_end(1), compute_s=0.0)],
     ],
 )
 def test_node_with_missing_or_impossible_steps_is_named(of_node: list[Event]) -> None:
