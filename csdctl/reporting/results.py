@@ -17,13 +17,14 @@ from csdctl.reporting.energy import RunEnergy, add_up_energy
 from csdctl.reporting.privacy import PassCounter, Privacy, measure_privacy
 from csdctl.reporting.series import RunSeries, SeriesBuilder
 from csdctl.reporting.tally import Tally
-from csdctl.runs.directory import Manifest, ProjectDirectory, RunDirectory
+from csdctl.runs.directory import Manifest, ProjectDirectory, RunDirectory, has_model
 from csdctl.runs.ledger import MEASURED, read_power
 from csdctl.runs.stored_events import find_end
 from csdctl.tuning.plan import DATA_PARALLEL, SPLIT
 from csdctl.worker.protocol import events
 from csdctl.worker.protocol.events import EpochEnd, Event, Progress
 from csdctl.worker.protocol.file_state import file_state
+from csdctl.worker.protocol.run_spec import BEST_MODEL, LAST_MODEL
 
 COMPLETED, STOPPED, FAILED, INTERRUPTED = "completed", "stopped", "failed", "interrupted"
 RUNNING = "running"
@@ -127,6 +128,8 @@ class RunSummary:
     """Nodes that the plan left out, because training is faster without them."""
     num_unreadable: int = 0
     """Lines of the stored events that could not be read, and are left out."""
+    missing_models: tuple[str, ...] = ()
+    """Models that the run saved and that are missing or damaged: model.keras, best.keras."""
     reason: str = ""
     """Why it ended before its last epoch: 'early stopping', 'max steps' or 'asked to stop'."""
 
@@ -318,9 +321,11 @@ def read_results(run: RunDirectory) -> RunResults:
     samples = {node: round(sum(series.samples[rank])) for rank, node in enumerate(series.nodes)}
     energy = add_up_energy(read_power(run), series.nodes, samples, series.trained)
     state, error = read_end(run)
+    saved = [BEST_MODEL] * bool(summary.best_epoch) + [LAST_MODEL] * (summary.state == COMPLETED)
     summary = replace(
         summary,
         num_unreadable=stored.num_unreadable,
+        missing_models=tuple(name for name in saved if not has_model(run.path / name)),
         energy=energy if energy.machines else None,
         state=state or summary.state,
         failures=summary.failures or ((error,) if state == FAILED else ()),

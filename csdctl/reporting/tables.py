@@ -30,6 +30,7 @@ from csdctl.runs.stored_events import EVENTS_LOST
 from csdctl.tuning.plan import DATA_PARALLEL, SPLIT
 from csdctl.worker.protocol.events import MAX_STEPS
 from csdctl.worker.protocol.recipe import Recipe
+from csdctl.worker.protocol.run_spec import LAST_MODEL
 
 ADVICE = {
     BY_COMPUTE: "Measure again with `csdctl tune`; if {node} stays slow, look for other programs there.",
@@ -186,10 +187,16 @@ def describe_run(summary: RunSummary) -> list[tuple[str, str]]:
         *(("privacy", line) for line in privacy),
         ("lost", lost),
         ("events", skipped if summary.num_unreadable else ""),
+        *(("model", _describe_missing(name, summary.run_id)) for name in summary.missing_models),
         ("left out", f"{left_out}: training is faster without them, by the plan" if left_out else ""),
         ("balance", changes if num_changes else ""),
     ]
     return [(name, text) for name, text in rows if text]
+
+
+def _describe_missing(model: str, run_id: str) -> str:
+    resume = f"`csdctl train --resume {run_id}` saves it again"
+    return f"{model} is missing or damaged: {resume if model == LAST_MODEL else 'train again'}"
 
 
 def _describe_metric(validation: float | None, training: float | None) -> str:

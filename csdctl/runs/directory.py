@@ -26,7 +26,7 @@ from csdctl.tuning.plan import DATA_PARALLEL, UPDATE, Plan, check_schema
 from csdctl.worker.protocol.durable_files import make_directory, replacing
 from csdctl.worker.protocol.events import Event, Progress, WaitingFor, event_document
 from csdctl.worker.protocol.recipe import Noise
-from csdctl.worker.protocol.run_spec import step_file_in_memory
+from csdctl.worker.protocol.run_spec import BEST_MODEL, LAST_MODEL, step_file_in_memory
 
 MAX_SAMPLES = 10**15
 NEW_RUN = "start a new run"
@@ -240,8 +240,8 @@ class RunDirectory:
     logs = _Below("logs")
     own_log = _Below("logs", "csdctl.log")
     """Output of csdctl itself, of a run that was detached from its terminal."""
-    model = _Below("model.keras")
-    best_model = _Below("best.keras")
+    model = _Below(LAST_MODEL)
+    best_model = _Below(BEST_MODEL)
 
     def rank_log(self, rank: int) -> Path:
         """Return the path of a rank's log."""

@@ -208,15 +208,6 @@ def _step_seeds() -> list[bytes]:
     return [b"".join(head + struct.pack("<I", zlib.crc32(head + _packed())) + _packed() for head in heads)]
 
 
-def _best(content: bytes, directory: Path) -> None:
-    """Take best.json, when an old checkpoint may be removed."""
-    for step in range(3):
-        (directory / f"step-{step:08d}.npz").touch()
-    (directory / "best.json").write_bytes(content)
-    Checkpoints(directory, num_kept=1)._remove_old()
-
-
-BEST = b'{"checkpoint": "step-00000000.npz"}'
 FILE_ERRORS = (OSError, ValueError, WorkerError)
 REFUSED = (WorkerError,)
 
@@ -247,5 +238,4 @@ TARGETS = (
     Target("state", Form.BINARY, _state, REFUSED, lambda: [_packed()]),
     Target("position", Form.JSON, _position, REFUSED, lambda: [to_json(POSITION).encode()]),
     Target("step-file", Form.BINARY, _step_file, REFUSED, _step_seeds),
-    Target("best-checkpoint", Form.JSON, _best, (), lambda: [BEST]),
 )

@@ -191,9 +191,7 @@ def train(
         f"Seconds between checkpoints in an epoch; default: {CHECKPOINT_INTERVAL_S:g}, or as a resumed run.",
     ),
     keep: int | None = parameters.resuming(
-        None,
-        f"Checkpoints to keep, besides the best; default: {NUM_CHECKPOINTS}, or as the resumed run.",
-        min=1,
+        None, f"Checkpoints to keep; default: {NUM_CHECKPOINTS}, or as the resumed run.", min=1
     ),
     start_timeout: float = parameters.resuming(300.0, "Timeout in seconds until every rank is ready."),
     silence_timeout: float = parameters.resuming(

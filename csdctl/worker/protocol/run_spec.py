@@ -31,6 +31,8 @@ NUM_CHECKPOINTS, CHECKPOINT_INTERVAL_S = 3, 600.0
 """Defaults of a run."""
 GROWTH_LIMIT = 2
 """A rank whose memory was not measured gets at most this many times its planned batch size."""
+LAST_MODEL, BEST_MODEL = "model.keras", "best.keras"
+"""Models that a run saves in its directory."""
 COPIES = ".csdctl/copies"
 """On every other server, below its home: a project directory with the runs that it can take over."""
 

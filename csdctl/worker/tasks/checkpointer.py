@@ -7,11 +7,9 @@ ranks save nothing. They take over rank 0's state, never the other way round (do
 of other servers write a step file, too. From it, csdctl can resume the run there if rank 0's server is lost.
 """
 
-import contextlib
 import fnmatch
 import io
 import itertools
-import json
 import mmap
 import os
 import shutil
@@ -26,7 +24,6 @@ from pathlib import Path
 import numpy as np
 
 from csdctl.worker.data.arrays import Array, read_array_header, save_arrays
-from csdctl.worker.data.file_hash import open_regular
 from csdctl.worker.data.schedule import OwnSamples
 from csdctl.worker.engine.step import StepEngine
 from csdctl.worker.process.errors import JobError, WorkerError, describe
@@ -35,12 +32,11 @@ from csdctl.worker.protocol.disk_errors import describe_os_error
 from csdctl.worker.protocol.durable_files import save_text
 from csdctl.worker.protocol.events import CheckpointSaved, Warned
 from csdctl.worker.protocol.json_codec import to_json
-from csdctl.worker.protocol.run_spec import COPIES, NUM_CHECKPOINTS, RunSpec, step_file_in_memory
+from csdctl.worker.protocol.run_spec import COPIES, LAST_MODEL, NUM_CHECKPOINTS, RunSpec, step_file_in_memory
 from csdctl.worker.tasks.progress import Position, Reporter, max_state_bytes, pack, position_of, unpack
 
 KEPT_STEP_FILE = "step.state"
 """Name of the step file of a failed run, which csdctl has moved from memory to the run directory."""
-LAST_MODEL, BEST_MODEL = "model.keras", "best.keras"
 _ARCHIVE_BYTES = 1 << 16
 """Largest size of an .npz archive with one array beyond the array."""
 
@@ -132,12 +128,12 @@ class StepFile:
 
 @dataclass
 class Checkpoints:
-    """A run's checkpoints on disk, which survive a power cut. The newest few and the best are kept."""
+    """A run's checkpoints on disk, which survive a power cut. The newest few are kept."""
 
     directory: Path
     num_kept: int = NUM_CHECKPOINTS
 
-    def save(self, packed: Array, position: Position, *, is_best: bool = False) -> Path:
+    def save(self, packed: Array, position: Position) -> Path:
         """Write a checkpoint, and remove checkpoints that are not kept any longer. Raises OSError."""
         path = self.directory / f"step-{position.total_steps:08d}.npz"
         for old in (*self.directory.glob("step-*.npz"), *self.directory.glob(".step-*")):
@@ -145,9 +141,8 @@ class Checkpoints:
             if old.name > path.name or old.name.startswith(".") or old.is_dir():
                 _remove(old)
         save_arrays(path, {"state": packed})
-        if is_best:
-            save_text(self.directory / "best.json", json.dumps({"checkpoint": path.name}))
-        self._remove_old()
+        for old in sorted(self.directory.glob("step-*.npz"), reverse=True)[self.num_kept :]:
+            _remove(old)
         return path
 
     def newest_first(self, max_bytes: int, on_damage: OnDamage = lambda problem: None) -> Iterator[Array]:
@@ -164,15 +159,6 @@ class Checkpoints:
                 yield _read_checkpoint(path, max_bytes)
             except DAMAGED_ARCHIVE as error:
                 on_damage(f"{path} is damaged: {getattr(error, 'strerror', 0) or describe(error)}")
-
-    def _remove_old(self) -> None:
-        best = ""
-        unreadable = OSError, ValueError, LookupError, TypeError, RecursionError
-        with contextlib.suppress(*unreadable), open_regular(self.directory / "best.json") as file:
-            best = json.loads(file.read(4096))["checkpoint"]
-        for path in sorted(self.directory.glob("step-*.npz"), reverse=True)[self.num_kept :]:
-            if path.name != best:
-                _remove(path)
 
 
 def _remove(path: Path) -> None:
@@ -277,7 +263,7 @@ class Checkpointer:
         if not self._spec.num_checkpoints:
             return
         try:
-            path = self._checkpoints.save(pack(self._step.values, position), position, is_best=is_best)
+            path = self._checkpoints.save(pack(self._step.values, position), position)
         except OSError as error:  # such as a full disk: training goes on from the state in memory
             self.write_step_file(position)
             if not self._can_write:

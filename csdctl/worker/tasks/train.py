@@ -23,9 +23,10 @@ from csdctl.worker.process.errors import JobError, WorkerError
 from csdctl.worker.protocol import events
 from csdctl.worker.protocol.datasets import list_names
 from csdctl.worker.protocol.recipe import learning_rate
+from csdctl.worker.protocol.run_spec import BEST_MODEL, LAST_MODEL
 from csdctl.worker.tasks.balancer import Balancer
 from csdctl.worker.tasks.callbacks import Decision, after_epoch, check_monitors
-from csdctl.worker.tasks.checkpointer import BEST_MODEL, LAST_MODEL, Checkpointer, keep_copy
+from csdctl.worker.tasks.checkpointer import Checkpointer, keep_copy
 from csdctl.worker.tasks.progress import CallbackState, Reporter, StepTotals, global_fields
 from csdctl.worker.tasks.task import FINISHED, ModelTask
 

@@ -34,7 +34,7 @@ class TrainOptions:
     checkpoint_interval_s: float | None = None
     """Time between checkpoints, besides those after each epoch. None: the default, or as the resumed run."""
     num_checkpoints: int | None = None
-    """Checkpoints to keep, besides the best. None: the default, or as the resumed run."""
+    """Checkpoints to keep. None: the default, or as the resumed run."""
     callbacks: tuple[Callback, ...] = ()
     """Called with every event of the run, in separate threads."""
     strategy: str = AUTO

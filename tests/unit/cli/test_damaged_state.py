@@ -6,6 +6,7 @@ The project has a run that has completed, a later one that was stopped, and a fl
 import json
 import os
 import shutil
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from csdctl.launch.leftovers import describe_holder
 from csdctl.runs.directory import ProjectDirectory
 from csdctl.terminal.streams import Streams
 from csdctl.tuning.plan import Plan, save_plan
-from csdctl.worker.protocol.events import EpochEnd, Finished, Progress
+from csdctl.worker.protocol.events import CheckpointSaved, EpochEnd, Finished, Progress
 from csdctl.worker.protocol.json_codec import to_json
 from tests.unit.runs.manifests import manifest_of, spec_of, write_events
 
@@ -27,6 +28,7 @@ NODES = ("host", "csd0")
 PROGRESS = Progress(0, "host", 2, 7, 7, 96, 0.5, 0.25, 0.8, 128, 2.5, 0.1)
 END = EpochEnd(0, "host", 2, 10, 96, 0.5, 0.25, 2.0, "hash", 128, 2.25, 0.5, 2.5, 0.25)
 DONE = [Finished(rank, node, 2, 20, "hash", 1 << 20) for rank, node in enumerate(NODES)]
+BEST = CheckpointSaved(0, "host", 3, 20, "checkpoints/step-00000020.npz", is_best=True)
 JOB = "model: model.py:build\ndata: {public: {path: data}}\nrecipe: {epochs: 2, learning_rate: 0.1}\n"
 ENTRY = {"time": 1.0, "command": "train", "run": "", "sender": "host", "receiver": "csd0", "kind": "gradient"}
 OLD, NEW = "20260101-000000-000001", "20260102-000000-000002"
@@ -42,7 +44,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (root / name).write_text(text)
     (root / "data").mkdir()
     (root / "fleet.yaml").write_text("nodes: [{name: csd0, address: 127.0.0.1, port: 9}]\n")
-    for run_id, events in ((OLD, [END, *DONE]), (NEW, [END, PROGRESS])):
+    for run_id, events in ((OLD, [END, BEST, *DONE]), (NEW, [END, PROGRESS])):
         run = project.new_run()
         run = type(run)(run.path.rename(project.runs / run_id))
         run.save_manifest(manifest_of(NODES))
@@ -50,6 +52,9 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
         write_events(run, events, 1_700_000_000)
         run.rank_log(0).write_text("a line\n")
         run.power.write_text("")
+        for model in (run.model, run.best_model):
+            with zipfile.ZipFile(model, "w") as archive:
+                archive.writestr("model.weights.h5", b"weights")
         state = {"state": "stopped", "error": "interrupted"} if run_id == NEW else {}
         save_json(run.process, describe_holder("train", root) | {"ended": "2026-01-02"} | state)
     project.ledger.write_text(f"{json.dumps(ENTRY | {'num_bytes': 5})}\n" * 3)
@@ -132,6 +137,14 @@ CASES: list[tuple[str, tuple[str, ...], dict[str, tuple[int, str]]]] = [
     (EVENTS, ("empty",), {LIST: (0, STOPPED), REPORT: (0, "no complete epoch")}),
     (EVENTS, ("of the future", "of another run"), {LIST: (0, STOPPED), REPORT: (0, STOPPED)}),
     (f"runs/{OLD}/events.jsonl", ("empty", "NULs"), {LIST: (0, "events lost")}),
+    *(
+        (f"runs/{OLD}/{name}", damages, {f"report {OLD}": said})
+        for name in ("model.keras", "best.keras")
+        for damages, said in (
+            ((*UNREADABLE, "missing"), (0, f"{name} is missing or damaged")),
+            (LINKS, (2, "{} is a symbolic link")),
+        )
+    ),
     (SPEC, (*UNREADABLE, "a terabyte", "missing"), {LIST: (0, STOPPED), RESUME: (4, SKIPPED)}),
     (SPEC, LINKS, {LIST: (0, SKIPPED), RESUME: (4, SKIPPED)}),
     (SPEC, ("newer spec",), {RESUME: (4, f"{SKIPPED}{{}} was written by a newer csdctl")}),

@@ -18,9 +18,9 @@ from csdctl.worker.data.schedule import OwnSamples, Span, begin_epoch
 from csdctl.worker.process.errors import JobError, WorkerError
 from csdctl.worker.protocol.events import CheckpointSaved, Warned, event_from_line
 from csdctl.worker.protocol.recipe import Recipe
-from csdctl.worker.protocol.run_spec import RankSpec, RunSpec, Runtime
+from csdctl.worker.protocol.run_spec import LAST_MODEL, RankSpec, RunSpec, Runtime
 from csdctl.worker.tasks import checkpointer
-from csdctl.worker.tasks.checkpointer import KEPT_STEP_FILE, LAST_MODEL, Checkpointer, Checkpoints, StepFile
+from csdctl.worker.tasks.checkpointer import KEPT_STEP_FILE, Checkpointer, Checkpoints, StepFile
 from csdctl.worker.tasks.progress import (
     CallbackState,
     EpochTotals,
@@ -217,17 +217,17 @@ def load_newest(checkpoints: Checkpoints) -> Array | None:
 
 
 class TestCheckpoints:
-    def save(self, directory: Path, steps: list[int], best: int = 0) -> Checkpoints:
+    def save(self, directory: Path, steps: list[int]) -> Checkpoints:
         checkpoints = Checkpoints(directory, num_kept=2)
         for step in steps:
             position = replace(POSITION, total_steps=step)
-            checkpoints.save(pack(values(step), position), position, is_best=step == best)
+            checkpoints.save(pack(values(step), position), position)
         return checkpoints
 
-    def test_newest_checkpoints_and_the_best_are_kept(self, tmp_path: Path) -> None:
-        self.save(tmp_path, [10, 20, 30, 40, 50], best=20)
+    def test_newest_checkpoints_are_kept(self, tmp_path: Path) -> None:
+        self.save(tmp_path, [10, 20, 30, 40, 50])
         kept = sorted(path.name for path in tmp_path.glob("*.npz"))
-        assert kept == ["step-00000020.npz", "step-00000040.npz", "step-00000050.npz"]
+        assert kept == ["step-00000040.npz", "step-00000050.npz"]
 
     @pytest.mark.fault(52)
     def test_half_written_checkpoint_is_ignored(self, tmp_path: Path) -> None:
