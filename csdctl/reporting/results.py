@@ -128,6 +128,8 @@ class RunSummary:
     """Nodes that the plan left out, because training is faster without them."""
     num_unreadable: int = 0
     """Lines of the stored events that could not be read, and are left out."""
+    num_breaks: int = 0
+    """Places in the stored events where lines are lost, repeated, moved, changed or of another run."""
     missing_models: tuple[str, ...] = ()
     """Models that the run saved and that are missing or damaged: model.keras, best.keras."""
     reason: str = ""
@@ -325,6 +327,7 @@ def read_results(run: RunDirectory) -> RunResults:
     summary = replace(
         summary,
         num_unreadable=stored.num_unreadable,
+        num_breaks=stored.num_breaks,
         missing_models=tuple(name for name in saved if not has_model(run.path / name)),
         energy=energy if energy.machines else None,
         state=state or summary.state,

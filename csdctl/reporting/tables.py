@@ -187,11 +187,18 @@ def describe_run(summary: RunSummary) -> list[tuple[str, str]]:
         *(("privacy", line) for line in privacy),
         ("lost", lost),
         ("events", skipped if summary.num_unreadable else ""),
+        ("events", describe_breaks(summary.num_breaks, summary.run_id) if summary.num_breaks else ""),
         *(("model", _describe_missing(name, summary.run_id)) for name in summary.missing_models),
         ("left out", f"{left_out}: training is faster without them, by the plan" if left_out else ""),
         ("balance", changes if num_changes else ""),
     ]
     return [(name, text) for name, text in rows if text]
+
+
+def describe_breaks(num_breaks: int, run_id: str) -> str:
+    """Return what is wrong with the events of a run whose lines are not as they were written."""
+    where = f"at {format_count(num_breaks, 'place')} of runs/{run_id}/events.jsonl"
+    return f"{where}, lines are lost, repeated, changed or of another run: figures may be wrong"
 
 
 def _describe_missing(model: str, run_id: str) -> str:

@@ -21,7 +21,7 @@ from csdctl.errors import InputError
 from csdctl.notify import Say, make_printable
 from csdctl.placement.equation1 import Placed
 from csdctl.runs.private import STATE_DIRECTORY, check_directory, private_memory
-from csdctl.runs.stored_events import StoredEvents
+from csdctl.runs.stored_events import StoredEvents, add_check, first_check, read_check
 from csdctl.tuning.plan import DATA_PARALLEL, UPDATE, Plan, check_schema
 from csdctl.worker.protocol.durable_files import make_directory, replacing
 from csdctl.worker.protocol.events import Event, Progress, WaitingFor, event_document
@@ -352,6 +352,7 @@ class CappedLog:
 class EventLog:
     """Appends events to events.jsonl, one per line: `time` (Unix time of arrival), `event` and its fields.
 
+    A number at the end of each line shows lines that were lost or changed later.
     After an event of rank 0 that is not frequent, such as a checkpoint, all are on the disk.
     Once it has `max_bytes`, it leaves out frequent events of ranks other than 0, and their logs say so.
     """
@@ -361,6 +362,8 @@ class EventLog:
         self._run, self._max_bytes = run, max_bytes
         self._file = open_log(run.events, say)
         self._num_bytes = os.fstat(self._file.fileno()).st_size
+        last = os.pread(self._file.fileno(), 64, max(0, self._num_bytes - 64)).rstrip(b"\n")
+        self._check = read_check(last) or (0 if last else first_check(run.run_id))
         self._is_synced = False
         self.unwritten = bytearray()
         """Bytes for which a full disk has no place, written once it has."""
@@ -378,9 +381,10 @@ class EventLog:
                 log.close()
             return
         document = {"time": round(time_s, 4), **event_document(event)}
-        line = json.dumps(document, separators=(",", ":")).encode() + b"\n"
-        self._num_bytes += len(line)
-        self.unwritten += line
+        text = json.dumps(document, separators=(",", ":")).encode()
+        line, self._check = add_check(text, self._check)
+        self._num_bytes += len(line) + 1
+        self.unwritten += line + b"\n"
         self._write(is_synced=event.rank == 0 and not isinstance(event, FREQUENT))
 
     def _write(self, *, is_synced: bool) -> None:

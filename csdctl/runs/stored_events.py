@@ -24,6 +24,29 @@ MAX_LINE_BYTES = 4 << 20
 CHUNK_BYTES, MAX_DROPPED_BYTES, CHECKED_BYTES = 1 << 18, 256 << 20, 256
 _OF_OTHERS = re.compile(rb'\{"time":[\d.]+,"event":"Progress","rank":[1-9]')
 """The beginning of a line with progress of a rank other than 0, as `EventLog` writes it."""
+_CHECK = b',"check":"%08x"}'
+_CHECK_BYTES = len(_CHECK % 0)
+"""The end of a line. Its number is the CRC-32 of the rest of the line, begun with the number of the line
+before. Lines that are lost, repeated, moved or changed break this chain. Earlier versions wrote none."""
+
+
+def first_check(run_id: str) -> int:
+    """Return the number that the chain of a run's events begins with."""
+    return zlib.crc32(run_id.encode())
+
+
+def read_check(line: bytes) -> int | None:
+    """Return the number at the end of a line, without its line feed. None: it has none."""
+    with contextlib.suppress(ValueError):
+        check = int(line[-10:-2], 16)
+        return check if line[-_CHECK_BYTES:] == _CHECK % check else None
+    return None
+
+
+def add_check(line: bytes, before: int) -> tuple[bytes, int]:
+    """Return an object of JSON with its number, and that number. `before`: the number of the line before."""
+    check = zlib.crc32(line[:-1], before)
+    return line[:-1] + _CHECK % check, check
 
 
 class StoredEvents:
@@ -32,10 +55,13 @@ class StoredEvents:
     A line that is no event of the run (truncated by a crash, damaged, foreign) is left out and counted.
     """
 
+    num_unreadable = 0
+    """Lines that the latest iteration has left out so far."""
+    num_breaks = 0
+    """Places where lines are lost, repeated, moved, changed or of another run, in the latest iteration."""
+
     def __init__(self, path: Path, nodes: Sequence[str]) -> None:
         self._path, self._nodes = path, nodes
-        self.num_unreadable = 0
-        """Lines that the latest iteration has left out so far."""
 
     def __iter__(self) -> Iterator[Event]:
         """Iterate over all events, without their times."""
@@ -50,8 +76,8 @@ class StoredEvents:
 
     def skim(self, start: int = 0, stop: int | None = None) -> Iterator[tuple[float, Event]]:
         """Yield as `with_times` between two ends of lines, without progress of ranks other than 0."""
-        lines = (line for line in read_lines(self._path, start, stop) if not _OF_OTHERS.match(line))
-        yield from self._read(lines)
+        lines = self._check(read_lines(self._path, start, stop), is_from_start=not start)
+        yield from self._parse(line for line in lines if not _OF_OTHERS.match(line))
 
     def follow(self, is_over: Callable[[], bool], interval_s: float) -> Iterator[tuple[float, Event]]:
         """Yield all events, and those that are added, until `is_over`. Waits for a file that is not there."""
@@ -73,6 +99,19 @@ class StoredEvents:
                 time.sleep(interval_s)
 
     def _read(self, lines: Iterator[bytes]) -> Iterator[tuple[float, Event]]:
+        return self._parse(self._check(lines))
+
+    def _check(self, lines: Iterator[bytes], *, is_from_start: bool = True) -> Iterator[bytes]:
+        self.num_breaks = 0
+        before = first_check(self._path.parent.name) if is_from_start else None
+        for line in lines:
+            check = read_check(line)
+            if before is not None and check is not None and zlib.crc32(line[:-_CHECK_BYTES], before) != check:
+                self.num_breaks += 1
+            before = check  # after a line without, such as one that was cut, any may follow
+            yield line
+
+    def _parse(self, lines: Iterator[bytes]) -> Iterator[tuple[float, Event]]:
         self.num_unreadable = 0
         for line in lines:
             try:
@@ -90,7 +129,10 @@ def _parse(line: bytes) -> tuple[float, dict[str, Any]]:
         content = from_json(line)  # three times as fast as the standard library
     except ValueError:  # also for half of a character, which text from a node may name
         content = without_surrogates(parse_json(line.decode(errors="replace")))
-    time_s = content.pop("time", None) if isinstance(content, dict) else None
+    time_s = None
+    if isinstance(content, dict):
+        time_s = content.pop("time", None)
+        content.pop("check", None)
     if not isinstance(time_s, float | int) or not 0 <= time_s < 1e11:  # in the year 5138
         raise ProtocolError("expected a time and an event")
     return time_s, content

@@ -11,6 +11,7 @@ from csdctl.notify import Say, make_printable
 from csdctl.reporting.page import render_page
 from csdctl.reporting.privacy import Flow, Privacy, add_flows, count_passes, list_readers, measure_privacy
 from csdctl.reporting.results import RunResults, read_results
+from csdctl.reporting.tables import describe_breaks
 from csdctl.runs.directory import ProjectDirectory, RunDirectory
 from csdctl.runs.ledger import read_ledger
 from csdctl.worker.protocol.durable_files import save_text
@@ -74,11 +75,14 @@ class PrivacyReport:
 def privacy(project: ProjectDirectory, run: RunDirectory, say: Say) -> PrivacyReport:
     """Report on a run of `project`. `say` tells what of the ledger cannot be read. Raises InputError."""
     manifest, path = run.read_manifest(), project.ledger
-    events = (event for _, event in run.read_events(manifest.nodes).skim())
+    stored = run.read_events(manifest.nodes)
+    passes = count_passes((event for _, event in stored.skim()), len(manifest.nodes))
+    if stored.num_breaks:
+        say(f"warning: {describe_breaks(stored.num_breaks, run.run_id)}")
     return PrivacyReport(
         run.run_id,
         add_flows(read_ledger(path, say), run.run_id),  # read twice: a year of a large fleet fills memory
         add_flows(read_ledger(path)),
-        measure_privacy(manifest, count_passes(events, len(manifest.nodes))),
+        measure_privacy(manifest, passes),
         list_readers(manifest),
     )

@@ -106,6 +106,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "of the future": replace_text('"time":17', '"time":97'),
     "unknown events": replace_text('"event":"EpochEnd"', '"event":"Epochs"'),
     "of another run": lambda path: shutil.copy(str(path).replace(NEW, OLD), path),
+    "a line less": lambda path: path.write_text(path.read_text().partition("\n")[2]),
     "pid of nobody": replace_text('"ended"', '"began"'),
     "pid as text": replace_text('"pid": ', '"pid": "1", "p": '),
 }
@@ -135,7 +136,11 @@ CASES: list[tuple[str, tuple[str, ...], dict[str, tuple[int, str]]]] = [
     ),
     (EVENTS, ("missing",), {LIST: (0, STOPPED), REPORT: (2, "{} does not exist")}),
     (EVENTS, ("empty",), {LIST: (0, STOPPED), REPORT: (0, "no complete epoch")}),
-    (EVENTS, ("of the future", "of another run"), {LIST: (0, STOPPED), REPORT: (0, STOPPED)}),
+    (
+        EVENTS,
+        ("of the future", "of another run", "a line less"),
+        {LIST: (0, STOPPED), REPORT: (0, "of another run: figures"), PRIVACY: (0, "of another run: figures")},
+    ),
     (f"runs/{OLD}/events.jsonl", ("empty", "NULs"), {LIST: (0, "events lost")}),
     *(
         (f"runs/{OLD}/{name}", damages, {f"report {OLD}": said})

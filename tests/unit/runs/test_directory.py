@@ -7,6 +7,7 @@ import math
 import operator
 import os
 import re
+from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -123,6 +124,40 @@ class TestEvents:
         events = run.read_events(NODES)
         assert list(events) == EVENTS * 2
         assert events.num_unreadable == 4
+
+    @pytest.mark.parametrize(
+        ("change", "num_breaks"),
+        [
+            (lambda lines: lines, 0),
+            (lambda lines: lines[1:], 1),
+            (lambda lines: lines[:1] + lines[2:], 1),
+            (lambda lines: [*lines[:2], *lines[1:]], 1),
+            (lambda lines: [lines[1], lines[0], *lines[2:]], 3),
+            (lambda lines: [lines[0].replace(b'"rank":0', b'"rank":1', 1), *lines[1:]], 1),
+            (lambda lines: [lines[0][:-30] + b"\n", *lines[1:]], 0),  # cut, and counted as unreadable
+            (lambda lines: [line.partition(b',"check"')[0] + b"}\n" for line in lines], 0),
+        ],
+        ids=["whole", "first", "second", "repeated", "moved", "changed", "cut", "of an earlier version"],
+    )
+    @pytest.mark.fault(36)
+    def test_lines_that_are_lost_repeated_moved_or_changed_are_counted(
+        self, run: RunDirectory, change: Callable[[list[bytes]], list[bytes]], num_breaks: int
+    ) -> None:
+        write_events(run, EVENTS[:2])
+        write_events(run, EVENTS[2:])  # of a resumption
+        run.events.write_bytes(b"".join(change(run.events.read_bytes().splitlines(keepends=True))))
+        write_events(run, EVENTS)
+        events = run.read_events(NODES)
+        for read in (events.with_times, events.skim, lambda: events.follow(lambda: True, 0.0)):
+            list(read())
+            assert events.num_breaks == num_breaks
+
+    def test_events_of_another_run_are_told(self, run: RunDirectory, tmp_path: Path) -> None:
+        write_events(run, EVENTS)
+        renamed = RunDirectory(run.path.rename(tmp_path / "another"))
+        events = renamed.read_events(NODES)
+        assert list(events) == EVENTS
+        assert events.num_breaks == 1
 
     def test_progress_of_nodes_is_not_parsed_where_it_does_not_matter(self, run: RunDirectory) -> None:
         write_events(run, [*EVENTS, OF_NODE])
