@@ -383,6 +383,7 @@ class Soak:
         report, added = json.loads(output), add_up(self.run / "events.jsonl")
         self.outcome.steps = added["steps"]
         self.outcome.steps_repeated = count_repeated(self.run / "events.jsonl")
+        assert not report["num_breaks"], "lines of the log are lost or repeated"
         for name in ("steps", "samples", "epochs"):
             assert report[name] == added[name], f"{name}: {report[name]}, expected {added[name]}"
         for name in ("training_s", "samples_per_s"):
