@@ -23,6 +23,7 @@ from csdctl.placement.equation1 import Placed
 from csdctl.runs.private import STATE_DIRECTORY, check_directory, private_memory
 from csdctl.runs.stored_events import StoredEvents, add_check, first_check, read_check
 from csdctl.tuning.plan import DATA_PARALLEL, UPDATE, Plan, check_schema
+from csdctl.worker.protocol.disk_errors import DAMAGED_ARCHIVE
 from csdctl.worker.protocol.durable_files import make_directory, replacing
 from csdctl.worker.protocol.events import Event, Progress, WaitingFor, event_document
 from csdctl.worker.protocol.recipe import Noise
@@ -269,8 +270,12 @@ class RunDirectory:
 
 
 def has_model(path: Path) -> bool:
-    """Return whether a saved model is at `path`, up to the end of its archive, or its weights alone."""
-    return (path.is_file() and zipfile.is_zipfile(path)) or path.with_suffix(".weights.h5").is_file()
+    """Return whether an undamaged model is at `path`, or else its weights in a file of their own."""
+    with contextlib.suppress(*DAMAGED_ARCHIVE):
+        if path.is_file():
+            with zipfile.ZipFile(path) as archive:
+                return archive.testzip() is None  # reads all of it
+    return path.with_suffix(".weights.h5").is_file()
 
 
 def find_run(

@@ -3,19 +3,7 @@
 import io
 import os
 import stat
-import struct
-import zipfile
-import zlib
 from pathlib import Path
-
-_LZMA = getattr(zipfile, "lzma", None)
-"""None in a Python without LZMA, which cannot read such archives either."""
-DAMAGED_ARCHIVE: tuple[type[Exception], ...] = (
-    *(OSError, ValueError, LookupError, EOFError, RuntimeError, OverflowError),
-    *(zipfile.BadZipFile, zlib.error, struct.error),
-    *([_LZMA.LZMAError] if _LZMA else []),
-)
-"""The errors of zipfile and gzip for an archive that is damaged, encrypted, or compressed in another way."""
 
 
 class BoundedFile(io.BufferedReader):

@@ -1,11 +1,22 @@
-"""What a failed system call on a file means, and what to do about it."""
+"""What a failed system call on a file means, and what to do about it. The errors of damaged archives."""
 
 import errno
 import os
+import struct
+import zipfile
+import zlib
 from pathlib import Path
 
 from csdctl.worker.protocol.limits import explain_error
 
+_LZMA = getattr(zipfile, "lzma", None)
+"""None in a Python without LZMA, which cannot read such archives either."""
+DAMAGED_ARCHIVE: tuple[type[Exception], ...] = (
+    *(OSError, ValueError, LookupError, EOFError, RuntimeError, OverflowError),
+    *(zipfile.BadZipFile, zlib.error, struct.error),
+    *([_LZMA.LZMAError] if _LZMA else []),
+)
+"""The errors of zipfile and gzip for an archive that is damaged, encrypted, or compressed in another way."""
 WRITING = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
 """Errors of a write alone."""
 IN_THE_WAY = (errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENOTEMPTY)

@@ -27,8 +27,8 @@ from csdctl.worker.data.arrays import Array, read_array_header, save_arrays
 from csdctl.worker.data.schedule import OwnSamples
 from csdctl.worker.engine.step import StepEngine
 from csdctl.worker.process.errors import JobError, WorkerError, describe
-from csdctl.worker.process.files import DAMAGED_ARCHIVE, BoundedFile, open_private
-from csdctl.worker.protocol.disk_errors import describe_os_error
+from csdctl.worker.process.files import BoundedFile, open_private
+from csdctl.worker.protocol.disk_errors import DAMAGED_ARCHIVE, describe_os_error
 from csdctl.worker.protocol.durable_files import save_text
 from csdctl.worker.protocol.events import CheckpointSaved, Warned
 from csdctl.worker.protocol.json_codec import to_json

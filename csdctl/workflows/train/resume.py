@@ -96,8 +96,11 @@ def check_data(run: RunDirectory, spec: RunSpec, manifest: Manifest, context: Ru
         problem, remedy = f"the data of run {run.run_id} has changed since it began", NEW_RUN
     elif job.recipe.epochs < spec.recipe.epochs:
         problem = f"{job.path} has {job.recipe.epochs} epochs, run {run.run_id} has {spec.recipe.epochs}"
-    elif spec.recipe != dataclasses.replace(prepared.recipe, epochs=spec.recipe.epochs):
-        problem = f"the recipe of {job.path} has changed since run {run.run_id} began"
+    elif spec.recipe != (recipe := dataclasses.replace(prepared.recipe, epochs=spec.recipe.epochs)):
+        old, new = dataclasses.asdict(spec.recipe), dataclasses.asdict(recipe)
+        changed = [f"{name} is {new[name]}, was {old[name]}" for name in old if new[name] != old[name]]
+        problem = f"{job.path} and the recipe of run {run.run_id} differ: {'; '.join(changed)}"
+        remedy += f", or restore {run.spec} if that was changed"
     elif spec.noise != job.noise:
         now_and_then = _describe(job.noise), f"that of run {run.run_id} {_describe(spec.noise)}"
         problem = f"data.private.noise of {job.path} is {', '.join(now_and_then)}"

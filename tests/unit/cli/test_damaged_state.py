@@ -106,6 +106,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "of the future": replace_text('"time":17', '"time":97'),
     "unknown events": replace_text('"event":"EpochEnd"', '"event":"Epochs"'),
     "of another run": lambda path: shutil.copy(str(path).replace(NEW, OLD), path),
+    "a flipped bit": lambda path: path.write_bytes(path.read_bytes().replace(b"weights", b"weightr")),
     "a line less": lambda path: path.write_text(path.read_text().partition("\n")[2]),
     "pid of nobody": replace_text('"ended"', '"began"'),
     "pid as text": replace_text('"pid": ', '"pid": "1", "p": '),
@@ -146,7 +147,7 @@ CASES: list[tuple[str, tuple[str, ...], dict[str, tuple[int, str]]]] = [
         (f"runs/{OLD}/{name}", damages, {f"report {OLD}": said})
         for name in ("model.keras", "best.keras")
         for damages, said in (
-            ((*UNREADABLE, "missing"), (0, f"{name} is missing or damaged")),
+            ((*UNREADABLE, "a flipped bit", "missing"), (0, f"{name} is missing or damaged")),
             (LINKS, (2, "{} is a symbolic link")),
         )
     ),

@@ -17,8 +17,8 @@ import numpy as np
 from csdctl.worker.data.arrays import OBJECTS, Array
 from csdctl.worker.data.file_hash import open_regular, remember
 from csdctl.worker.process.errors import JobError, WorkerError
-from csdctl.worker.process.files import DAMAGED_ARCHIVE
 from csdctl.worker.protocol.datasets import PrepareSpec
+from csdctl.worker.protocol.disk_errors import DAMAGED_ARCHIVE
 from csdctl.worker.protocol.file_state import file_state
 
 BLOCK_SAMPLES = 256

@@ -264,7 +264,9 @@ def test_public_data_of_another_server_is_that_of_the_run_if_it_has_the_same_byt
 
 @pytest.mark.parametrize("change", [{"learning_rate": 0.2}, {"seed": 1}, {"optimizer": "adam"}])
 def test_run_whose_recipe_has_changed_is_refused(trained: TrainedRun, change: dict[str, Any]) -> None:
-    error = trained.assert_refused("the recipe of .* has changed", prepared=trained.with_recipe(**change))
+    ((name, value),) = change.items()
+    problem = f"job.yaml and the recipe of run .* differ: {name} is {value}, was "
+    error = trained.assert_refused(problem, prepared=trained.with_recipe(**change))
     assert error.remedy.startswith("undo the change (epochs may be raised)")
 
 
