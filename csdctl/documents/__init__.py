@@ -128,7 +128,9 @@ def open_regular(path: Path, flags: int = os.O_RDONLY, *, is_pipe_allowed: bool 
     except FileNotFoundError:
         raise
     except IsADirectoryError:
-        problem, remedy = "it is a directory", f"name a file in it, such as {path}/FILE"
+        is_of_csdctl = ".csdctl" in path.parts
+        problem = "it is a directory"
+        remedy = "move it away" if is_of_csdctl else f"name a file in it, such as {path}/FILE"
     except (OSError, ValueError) as error:
         problem = str(error.strerror if isinstance(error, OSError) else error).lower()
     raise InputError(f"cannot {'read' if is_reading else 'write'} {path}: {problem}", remedy=remedy)

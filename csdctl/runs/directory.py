@@ -21,11 +21,12 @@ from csdctl.errors import InputError
 from csdctl.notify import Say, make_printable
 from csdctl.placement.equation1 import Placed
 from csdctl.runs.private import STATE_DIRECTORY, check_directory, private_memory
-from csdctl.runs.stored_events import StoredEvents, add_check, first_check, read_check
+from csdctl.runs.stored_events import StoredEvents, first_check
 from csdctl.tuning.plan import DATA_PARALLEL, UPDATE, Plan, check_schema
 from csdctl.worker.protocol.disk_errors import DAMAGED_ARCHIVE
 from csdctl.worker.protocol.durable_files import make_directory, replacing
 from csdctl.worker.protocol.events import Event, Progress, WaitingFor, event_document
+from csdctl.worker.protocol.json_codec import add_check, read_check
 from csdctl.worker.protocol.recipe import Noise
 from csdctl.worker.protocol.run_spec import BEST_MODEL, LAST_MODEL, step_file_in_memory
 

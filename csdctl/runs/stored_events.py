@@ -15,7 +15,13 @@ from pydantic_core import from_json
 from csdctl.documents import open_regular
 from csdctl.errors import InputError
 from csdctl.worker.protocol.events import Event, check_event, event_from_document
-from csdctl.worker.protocol.json_codec import ProtocolError, parse_json, without_surrogates
+from csdctl.worker.protocol.json_codec import (
+    ProtocolError,
+    is_intact,
+    parse_json,
+    read_check,
+    without_surrogates,
+)
 
 EVENTS_LOST = "events lost"
 """The reason of a run whose csdctl recorded that it completed, although its events do not show that."""
@@ -24,29 +30,15 @@ MAX_LINE_BYTES = 4 << 20
 CHUNK_BYTES, MAX_DROPPED_BYTES, CHECKED_BYTES = 1 << 18, 256 << 20, 256
 _OF_OTHERS = re.compile(rb'\{"time":[\d.]+,"event":"Progress","rank":[1-9]')
 """The beginning of a line with progress of a rank other than 0, as `EventLog` writes it."""
-_CHECK = b',"check":"%08x"}'
-_CHECK_BYTES = len(_CHECK % 0)
-"""The end of a line. Its number is the CRC-32 of the rest of the line, begun with the number of the line
-before. Lines that are lost, repeated, moved or changed break this chain. Earlier versions wrote none."""
 
 
 def first_check(run_id: str) -> int:
-    """Return the number that the chain of a run's events begins with."""
+    """Return the number that the chain of a run's events begins with.
+
+    Each line has a checksum, begun with the one before: lines that are lost, repeated, moved or changed break
+    this chain. Earlier versions wrote none.
+    """
     return zlib.crc32(run_id.encode())
-
-
-def read_check(line: bytes) -> int | None:
-    """Return the number at the end of a line, without its line feed. None: it has none."""
-    with contextlib.suppress(ValueError):
-        check = int(line[-10:-2], 16)
-        return check if line[-_CHECK_BYTES:] == _CHECK % check else None
-    return None
-
-
-def add_check(line: bytes, before: int) -> tuple[bytes, int]:
-    """Return an object of JSON with its number, and that number. `before`: the number of the line before."""
-    check = zlib.crc32(line[:-1], before)
-    return line[:-1] + _CHECK % check, check
 
 
 class StoredEvents:
@@ -106,7 +98,7 @@ class StoredEvents:
         before = first_check(self._path.parent.name) if is_from_start else None
         for line in lines:
             check = read_check(line)
-            if before is not None and check is not None and zlib.crc32(line[:-_CHECK_BYTES], before) != check:
+            if None not in (before, check) and not is_intact(line, before or 0):
                 self.num_breaks += 1
             before = check  # after a line without, such as one that was cut, any may follow
             yield line

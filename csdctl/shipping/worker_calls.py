@@ -7,7 +7,7 @@ from contextlib import closing
 from dataclasses import replace
 from typing import BinaryIO, TypeVar
 
-from csdctl.errors import CsdctlError
+from csdctl.errors import CsdctlError, RemoteCommandError
 from csdctl.fleet.model import HOST_NAME
 from csdctl.fleet.requirements import build_repair_command, find_package
 from csdctl.transport.commands import build_worker_command
@@ -107,4 +107,6 @@ def fetch_results(
             target.write(block)
         program.finish()
     if digest.hexdigest() != spec.sha256:
-        raise program.error(f"received a file with SHA-256 {digest.hexdigest()}, expected {spec.sha256}")
+        problem = f"received a file with SHA-256 {digest.hexdigest()}, expected {spec.sha256}"
+        remedy = "if the file is damaged there, `csdctl clean --computed`, then repeat this"
+        raise RemoteCommandError(f"{doing}: {problem}", node=session.name, remedy=remedy)

@@ -4,6 +4,9 @@ import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Annotated
+
+from pydantic import Field
 
 from csdctl.perfmodel.spread import MODELLED_SIGMA, TRIED_SIGMA, Spread, estimate_spread
 from csdctl.worker.protocol.model_info import ModelInfo
@@ -12,6 +15,10 @@ from csdctl.worker.protocol.run_spec import Runtime
 
 NUMBER_BYTES, HALVED_BYTES = 4, 2
 """Bytes of a number in a gradient that is sent as float32, and as bfloat16."""
+Number = Annotated[int, Field(ge=0, le=1 << 50)]
+Seconds = Annotated[float, Field(ge=0, le=1e9)]
+Positive = Annotated[float, Field(ge=1e-9, le=1e15)]
+"""What a stored line may have. Others are damaged."""
 
 
 @dataclass(frozen=True)
@@ -44,10 +51,10 @@ class Point:
 class ProbeOutcome:
     """One batch size, measured on one machine."""
 
-    batch_size: int
-    step_time_s: float | None
+    batch_size: Number
+    step_time_s: Seconds | None
     """Mean of forward, backward and apply. None: the batch did not fit in memory."""
-    peak_memory_bytes: int | None = 0
+    peak_memory_bytes: Number | None = 0
     """Peak of the process at this batch size. 0: an earlier, larger size had set it. None: unknown."""
     is_oom_kill: bool = False
     """Whether the process was killed at this size. False without a time: it was predicted not to fit."""
@@ -62,7 +69,7 @@ class ProbeMeasurement(ProbeOutcome):
     """Unix time."""
     node: str = ""
     """The machine that was measured. '' in measurements of earlier versions."""
-    factor: float = 1.0
+    factor: Positive = 1.0
     """Its step time relative to its class, by which `step_time_s` was divided."""
 
     @property
@@ -75,10 +82,10 @@ class ProbeMeasurement(ProbeOutcome):
 class CollectiveMeasurement:
     """One timed sum over the ranks of a fleet."""
 
-    num_ranks: int
-    num_bytes: int
+    num_ranks: Number
+    num_bytes: Number
     """Size of one rank's vector."""
-    seconds: float
+    seconds: Seconds
     measured_at: float
     """Unix time."""
 
@@ -88,9 +95,9 @@ class TrialRank:
     """One rank of a trial."""
 
     machine_class: str
-    batch_size: int
+    batch_size: Number
     settings: Runtime
-    factor: float = field(default=1.0, compare=False)
+    factor: Positive = field(default=1.0, compare=False)
     """The machine's step time relative to its class."""
 
 
@@ -100,11 +107,11 @@ class TrialMeasurement:
 
     ranks: tuple[TrialRank, ...]
     """The host first."""
-    step_s: float
-    samples_per_s: float
+    step_s: Positive
+    samples_per_s: Positive
     measured_at: float
     """Unix time."""
-    predicted_samples_per_s: float | None = None
+    predicted_samples_per_s: Positive | None = None
     """Predicted before the trial. None: no prediction."""
 
 

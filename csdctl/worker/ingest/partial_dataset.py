@@ -30,9 +30,10 @@ from csdctl.worker.data.file_hash import hash_file, open_regular
 from csdctl.worker.ingest.sources.source import GIVE_ONE_SHAPE, Block, Tree, convert_write_errors
 from csdctl.worker.process.errors import JobError, WorkerError
 from csdctl.worker.process.files import open_private
+from csdctl.worker.protocol import json_codec
 from csdctl.worker.protocol.datasets import LABEL, SAMPLE_WEIGHT, SKIPPED, DatasetInfo
-from csdctl.worker.protocol.durable_files import make_directory, save_text, sync
-from csdctl.worker.protocol.json_codec import from_json, to_json
+from csdctl.worker.protocol.durable_files import make_directory, save_bytes, save_text, sync
+from csdctl.worker.protocol.json_codec import add_check, from_json, to_json
 
 PRIVATE_DIRECTORY, PRIVATE_FILE = 0o700, 0o600
 GROUP_READS, OTHERS_READ = 0o040, 0o004
@@ -259,7 +260,7 @@ class PartialDataset:
             self.sync()
             described = replace(info or self.info, path=str(source or target))
             info = hash_arrays(described, source or self._directory)
-            save_text(self._directory / DESCRIPTION, to_json(info))
+            save_bytes(self._directory / DESCRIPTION, add_check(to_json(info).encode())[0])
             (self._directory / RECORD).unlink(missing_ok=True)
             shutil.rmtree(target, ignore_errors=True)  # without a dataset.json: damaged, or not csdctl's
             os.rename(self._directory, target)
@@ -294,7 +295,12 @@ def find_stored(
         if any(mode & (stat.S_IWGRP | stat.S_IWOTH) and not stat.S_ISLNK(mode) for mode in modes):
             return None
         with open_regular(target / DESCRIPTION) as file:
-            info = from_json(DatasetInfo, file.read(MAX_DESCRIPTION_BYTES).decode())
+            content = file.read(MAX_DESCRIPTION_BYTES).rstrip()
+        if b'"check"' in content:  # earlier versions wrote none
+            if not json_codec.is_intact(content):
+                return None
+            content = content[: -json_codec.CHECK_BYTES] + b"}"
+        info = from_json(DatasetInfo, content.decode())
         is_complete = info.images_sha256 and info.labels_sha256 and info.label_dtype
         is_of_target = info.fingerprint == target.name and info.path in map(str, (target, *places))
         is_intact = not is_checked or hash_arrays(info, Path(info.path)) == info

@@ -13,6 +13,7 @@ import re
 import reprlib
 import types
 import typing
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -33,6 +34,9 @@ MAX_ITEMS = 1 << 18
 _TOKENS = re.compile(r'"(?:[^"\\]++|\\.?)*+"?|[\[{]|[\]}]', re.DOTALL)
 """Strings and brackets. A string that does not end takes the rest of the text, so that no text is slow."""
 _ABRIDGED = reprlib.Repr()
+_CHECK = b',"check":"%08x"}'
+CHECK_BYTES = len(_CHECK % 0)
+"""The end of an object whose content is checked by its CRC-32."""
 
 
 @dataclass(frozen=True)
@@ -114,6 +118,25 @@ MessageT = TypeVar("MessageT")
 def to_json(value: Any) -> str:
     """Return a dataclass as one line of JSON."""
     return json.dumps(dataclasses.asdict(value), separators=(",", ":"), allow_nan=True)
+
+
+def add_check(document: bytes, before: int = 0) -> tuple[bytes, int]:
+    """Return an object of JSON with its checksum, and the checksum, which begins with `before`."""
+    check = zlib.crc32(document[:-1], before)
+    return document[:-1] + _CHECK % check, check
+
+
+def read_check(document: bytes) -> int | None:
+    """Return the checksum of an object. None: it has none."""
+    with contextlib.suppress(ValueError):
+        check = int(document[-10:-2], 16)
+        return check if document[-CHECK_BYTES:] == _CHECK % check else None
+    return None
+
+
+def is_intact(document: bytes, before: int = 0) -> bool:
+    """Return whether an object has its checksum, and is what was written."""
+    return zlib.crc32(document[:-CHECK_BYTES], before) == read_check(document)
 
 
 def to_frame(kind: str, content: Any) -> str:

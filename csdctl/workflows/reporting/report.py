@@ -77,6 +77,8 @@ def privacy(project: ProjectDirectory, run: RunDirectory, say: Say) -> PrivacyRe
     manifest, path = run.read_manifest(), project.ledger
     stored = run.read_events(manifest.nodes)
     passes = count_passes((event for _, event in stored.skim()), len(manifest.nodes))
+    if not path.exists():
+        say(f"warning: {path} is missing: what left the machines is not known")
     if stored.num_breaks:
         say(f"warning: {describe_breaks(stored.num_breaks, run.run_id)}")
     return PrivacyReport(

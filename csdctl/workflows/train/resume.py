@@ -151,13 +151,17 @@ def _frozen_part(spec: RunSpec) -> tuple[str, ...]:
 
 
 def load_spec(run: RunDirectory) -> RunSpec:
-    """Read spec.json. Raises InputError for one that is damaged, or of another version."""
+    """Read spec.json. Raises InputError for one that is damaged, of another version, or of another run."""
     text = load_text(run.spec, max_bytes=MAX_JSON_BYTES, remedy=NEW_RUN)
     check_schema(parse_json_document(text, str(run.spec), remedy=NEW_RUN), run.spec, SCHEMA)
     try:
-        return from_json(RunSpec, text)
+        spec = from_json(RunSpec, text)
     except ProtocolError as error:
         raise InputError(f"{run.spec}: {error}", remedy=NEW_RUN) from None
+    if spec.run_id != run.run_id:
+        remedy = "if the run's directory was renamed, rename it back"
+        raise InputError(f"{run.spec} is of run {spec.run_id}", remedy=remedy)
+    return spec
 
 
 def _describe(noise: Noise | None) -> str:

@@ -1,5 +1,6 @@
 """The measurements file: reads return what was written, with several processes and unusable files."""
 
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -170,6 +171,17 @@ class TestUnusableFiles:
         (message,) = messages_when_measuring(path)
         assert "damaged or of another version are ignored: 1" in message
         assert len(MeasurementStore(path).find(PROBE, CSD.key, MODEL.hash, "recipe")) == 2 * len(PROBES)
+
+    @pytest.mark.fault(36)
+    @pytest.mark.parametrize("number", ["NaN", "-0.5", "1e300", "Infinity"])
+    def test_impossible_measurements_are_left_out(self, path: Path, number: str) -> None:
+        messages_when_measuring(path)
+        first = path.read_text().splitlines()[0]
+        damaged = re.sub(r'"step_time_s": [\d.e-]+', f'"step_time_s": {number}', first)
+        assert damaged != first
+        path.write_text(f"{path.read_text()}{damaged}\n")
+        (message,) = messages_when_measuring(path)
+        assert "damaged or of another version are ignored: 1" in message
 
     @pytest.mark.fault(25)
     def test_full_disk_leaves_what_was_measured_before(self, path: Path, store: MeasurementStore) -> None:

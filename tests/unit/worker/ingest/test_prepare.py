@@ -358,6 +358,8 @@ def edit(**values: object) -> Callable[[Path], None]:
         edit(fingerprint="0" * 32),
         edit(images_sha256=""),
         edit(unknown=1),
+        edit(num_samples=15),
+        lambda path: path.write_text(path.read_text().replace('"num_samples":20', '"num_samples":15')),
         lambda path: path.write_text("[" * 100_000),
         lambda path: (path.unlink(), path.symlink_to("/dev/zero")),
     ],

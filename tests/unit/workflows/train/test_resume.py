@@ -262,6 +262,14 @@ def test_public_data_of_another_server_is_that_of_the_run_if_it_has_the_same_byt
     assert bool(started) == is_same
 
 
+def test_renamed_run_is_told(trained: TrainedRun) -> None:
+    trained.run.spec.write_text(to_json(replace(trained.spec, run_id=trained.run.run_id)))
+    renamed = RunDirectory(trained.run.path.rename(trained.run.path.parent / "my-best"))
+    with pytest.raises(InputError, match=f"spec.json is of run {trained.run.run_id}") as caught:
+        load_spec(renamed)
+    assert caught.value.remedy == "if the run's directory was renamed, rename it back"
+
+
 @pytest.mark.parametrize("change", [{"learning_rate": 0.2}, {"seed": 1}, {"optimizer": "adam"}])
 def test_run_whose_recipe_has_changed_is_refused(trained: TrainedRun, change: dict[str, Any]) -> None:
     ((name, value),) = change.items()
