@@ -168,8 +168,11 @@ class Train(ModelTask):
 
     def finish(self, reason: str) -> None:
         """Save the model and report the completion record."""
-        weights_hash = self._weights_hash or hash_arrays(self.summed.weights)  # resumed after the last epoch
-        self.reporter.finished(self.progress.position, weights_hash, self.save_model(), reason)
+        position, weights_hash = self.progress.position, self._weights_hash
+        if not weights_hash:  # resumed after the last epoch
+            weights_hash = hash_arrays(self.summed.weights)
+            self.step.set_step(position.total_steps, self._last_learning_rate())
+        self.reporter.finished(position, weights_hash, self.save_model(), reason)
 
     def save_model(self) -> str | None:
         """Save the trained model on rank 0. Returns its path."""
@@ -324,6 +327,14 @@ class Train(ModelTask):
         scheduled = self.step.scheduled_rate(progress.position.total_steps)
         rate = learning_rate(self.spec.recipe, progress.segment.global_batch, progress.epochs_done, scheduled)
         return rate * progress.position.callbacks.rate_factor
+
+    def _last_learning_rate(self) -> float:
+        """Return the rate of the last step of a run that is over, which its optimizer is saved with."""
+        position, num_epochs = self.progress.position, self.progress.position.epoch - 1
+        scheduled = self.step.scheduled_rate(position.total_steps - 1)
+        epochs_done = num_epochs - 0.5 * num_epochs / max(1, position.total_steps)
+        rate = learning_rate(self.spec.recipe, sum(position.batch_sizes.values()), epochs_done, scheduled)
+        return rate * position.callbacks.rate_factor
 
     def _end_step(
         self, communicator: Communicator, before: Sequence[int], sums: Sums, global_samples: int

@@ -339,10 +339,26 @@ def test_run_that_is_stopped_within_an_epoch_reports_its_steps_and_continues_fro
     assert all(map(np.array_equal, weights_of(again), weights_of(task)))
 
 
+@pytest.mark.parametrize("changes", [{}, {"decay": "cosine"}, {"decay": "linear", "warmup_epochs": 1}])
+def test_model_that_is_saved_again_has_the_learning_rate_of_the_last_step(
+    tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    load_model, rates = load_backend()[1].models.load_model, []
+    for is_first in (True, False):
+        task = load_task(directory=tmp_path, epochs=2, **changes)
+        if is_first:
+            task.run(PlayedRanks(task))
+        task.finish(FINISHED)
+        rates.append(float(load_model(tmp_path / LAST_MODEL).optimizer.learning_rate))
+        (tmp_path / LAST_MODEL).unlink()
+    assert rates[0] > 0
+    assert rates[1] == pytest.approx(rates[0], rel=1e-6)
+
+
 def test_best_model_is_that_of_the_epoch_with_the_best_validation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And its checkpoint is kept. The last model is that of the last epoch."""
+    """The last model is that of the last epoch."""
     losses, trained = iter([1.0, 0.5, 0.7]), []
 
     def evaluate(step: Any, *_: Any) -> dict[str, Any]:
