@@ -21,7 +21,7 @@ def add_up(path: Path) -> dict[str, Any]:
     ranks = sorted({int(rank) for event in events if is_joined(event) for rank in event["batch_sizes"]})
     stints = {rank: list(stints_of(events, rank)) for rank in ranks}
     of_rank = {rank: total([amounts for _, amounts in stints[rank]]) for rank in ranks}
-    steps, samples, ended = read_backwards(events)
+    steps, samples, ended, num_missing = read_backwards(events)
     epochs: dict[int, Counter[str]] = {}
     for epoch, group in by_epoch(stints[0]):
         epochs[epoch] = total(group)  # a repeated epoch replaces the one before
@@ -29,7 +29,7 @@ def add_up(path: Path) -> dict[str, Any]:
     return {
         "steps": steps,
         "samples": samples,
-        "epochs": len(ended),
+        "epochs": len(ended) + num_missing,
         "training_s": of_rank[0]["wall_s"],
         "samples_per_s": rate(of_rank[0], "global_samples"),
         "ranks": {
@@ -86,12 +86,13 @@ def by_epoch(stints: list[tuple[int, "Counter[str]"]]) -> Any:
         yield number, group
 
 
-def read_backwards(events: list[dict[str, Any]]) -> tuple[int, int, list[int]]:
-    """Return steps and samples of the model at the end, and the epochs that it has behind it.
+def read_backwards(events: list[dict[str, Any]]) -> tuple[int, int, list[int], int]:
+    """Return steps and samples of the model, the epochs that it has behind it, and the number of others.
 
-    What a later start took back does not count: seen from the end, only epochs before its own do.
+    What a later start took back does not count: seen from the end, only epochs before its own do. The others
+    have ended when no csdctl was there to write it: each counts with as many samples as the largest.
     """
-    steps, samples, is_at_joined, has_total = 0, 0, False, False
+    steps, samples, behind, is_at_joined, has_total = 0, 0, 0, False, False
     first, ended = sys.maxsize, dict[int, int]()
     for event in reversed([event for event in events if event["rank"] == 0]):
         if event["event"] == "EpochEnd" and event["epoch"] < first:
@@ -100,7 +101,7 @@ def read_backwards(events: list[dict[str, Any]]) -> tuple[int, int, list[int]]:
             is_at_joined = True  # what came before belongs to an epoch that has ended
         elif is_start(event):
             if not has_total:
-                steps, has_total = steps + event["total_steps"], True
+                steps, has_total, behind = steps + event["total_steps"], True, event["epoch"] - 1
             if not is_at_joined:
                 samples, is_at_joined = samples + event["epoch_samples"], True
             first = min(first, event["epoch"])
@@ -108,7 +109,9 @@ def read_backwards(events: list[dict[str, Any]]) -> tuple[int, int, list[int]]:
             samples += event["global_samples"]
     started = max(number for number, event in enumerate(events) if is_start(event))
     steps += sum(amounts["steps"] for _, amounts in stints_of(events[started:], 0))
-    return steps, samples + sum(ended.values()), sorted(ended)
+    num_missing = max([behind, *ended]) - len(ended)
+    samples += num_missing * max(ended.values(), default=0)
+    return steps, samples + sum(ended.values()), sorted(ended), num_missing
 
 
 def is_joined(event: dict[str, Any]) -> bool:
