@@ -16,7 +16,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -122,6 +122,15 @@ def serve(connection: Any, spec: RunSpec, rank: int, place: Path) -> None:
             connection.send(getattr(server, name)(*arguments))
 
 
+@dataclass
+class Guess:
+    """The ranks that may have been lost in the last step before the start that is event `number`."""
+
+    number: int
+    members: tuple[int, ...]
+    candidates: list[tuple[int, ...]]
+
+
 class Replay:
     """A run, trained anew. `num_compared`: the hashes that have come out."""
 
@@ -135,40 +144,58 @@ class Replay:
         self._needed: set[Key] = set()
         """States from which a rank 0 starts again."""
         self._saved: dict[Key, tuple[list[Array], Position]] = {}
+        self._guess: Guess | None = None
+        """A loss that was not logged, until a hash shows that it came out."""
         self.members: tuple[int, ...] = ()
 
     def follow(self, events: Sequence[Mapping[str, Any]]) -> None:
         """Train as the `events` of rank 0 say. Raises AssertionError where a hash does not come out."""
-        self._needed = {key_of(event) for event in events if event.get("is_start")}
-        for event in events:
-            kind = event["event"]
-            if kind == "Joined":
-                self._join(event)
-            elif kind == "Rebalanced":
-                self._advance((event["epoch"], event["step"]))
-                sizes = {int(rank): size for rank, size in event["batch_sizes"].items()}
-                if sizes != {share.rank: share.batch_size for share in self.progress.segment.shares}:
-                    self.progress.change_batch_sizes(sizes)
-                    self._save()
-            elif kind == "EpochEnd":
-                self._advance((event["epoch"], self._last_step(event["epoch"])))
-                self._compare(event)
-            elif kind == "Finished":
-                while self.progress.position.total_steps < event["steps"]:
-                    self._go_on()
-                self._compare(event)
+        for steps, epoch in [key_of(event) for event in events if event.get("is_start")]:
+            self._needed |= {(steps, epoch), (steps - 1, epoch)}
+        number = 0
+        while number < len(events):
+            try:
+                self._take(events[number], number)
+            except AssertionError:
+                if not self._guess or not self._guess.candidates:
+                    raise
+                number = self._guess.number
+            else:
+                number += 1
 
-    def _join(self, event: Mapping[str, Any]) -> None:
+    def _take(self, event: Mapping[str, Any], number: int) -> None:
+        kind = event["event"]
+        if kind == "Joined":
+            self._join(event, number)
+        elif kind == "Rebalanced":
+            self._advance((event["epoch"], event["step"]))
+            sizes = {int(rank): size for rank, size in event["batch_sizes"].items()}
+            if sizes != {share.rank: share.batch_size for share in self.progress.segment.shares}:
+                self.progress.change_batch_sizes(sizes)
+                self._save()
+        elif kind == "EpochEnd":
+            self._advance((event["epoch"], self._last_step(event["epoch"])))
+            self._compare(event)
+        elif kind == "Finished":
+            while self.progress.position.total_steps < event["steps"]:
+                self._go_on()
+            self._compare(event)
+
+    def _join(self, event: Mapping[str, Any], number: int) -> None:
         sizes = {int(rank): size for rank, size in event["batch_sizes"].items()}
         target, key = (event["epoch"], event["step"]), key_of(event)
-        before, uncounted = self.members, ()
-        if event["is_start"] and key in self._saved:
-            values, self.progress.position = self._saved[key]
-            for rank in self.ranks:
-                rank.call("take", values)
-        else:
-            is_start = event["is_start"] or not before
-            uncounted = self._advance(target, None if is_start else event)
+        before: tuple[int, ...] = self.members
+        uncounted: tuple[int, ...] = ()
+        if not event["is_start"]:
+            uncounted = self._advance(target, event if before else None)
+        elif before:
+            if key not in self._saved:
+                self._advance(target)
+            is_known = self._saved[key][1].totals.samples == event["epoch_samples"]
+            if is_known and not (self._guess and self._guess.number == number):
+                self._restore(key)
+            else:
+                self._repeat_last_step(event, number)
         self.members = tuple(sorted(sizes))
         self.progress.plan_batch_sizes(sizes)
         begun = self.progress.position
@@ -181,6 +208,28 @@ class Replay:
         self._save()
         shown = self.progress.position.totals.samples, self.progress.num_lost()
         assert shown == (event["epoch_samples"], event["num_lost"]), f"{event}: came out as {shown}"
+
+    def _restore(self, key: Key) -> None:
+        values, self.progress.position = self._saved[key]
+        for rank in self.ranks:
+            rank.call("take", values)
+
+    def _repeat_last_step(self, event: Mapping[str, Any], number: int) -> None:
+        """Take the last step before a start without a rank that was lost in it.
+
+        The links of the nodes end with csdctl, and nobody writes down which ended first.
+        """
+        if self._guess and self._guess.number == number:
+            self.members = self._guess.members
+        steps, epoch = key_of(event)
+        self._restore((steps - 1, epoch))
+        if self.progress.position.segment is None:
+            self.progress.regroup(self.members)
+        if not self._guess or self._guess.number != number:
+            self._guess = Guess(number, self.members, self._list_uncounted(event))
+        uncounted = self._guess.candidates.pop(0)
+        self._step(uncounted)
+        self.progress.regroup(tuple(rank for rank in self.members if rank not in uncounted), uncounted)
 
     def _advance(self, target: tuple[int, int], joined: Mapping[str, Any] | None = None) -> tuple[int, ...]:
         """Take steps up to a step of an epoch. Return the ranks that the last one did not count.
@@ -201,7 +250,10 @@ class Replay:
         return uncounted
 
     def _find_uncounted(self, joined: Mapping[str, Any]) -> tuple[int, ...]:
-        """Return the members whose samples in the next step did not count: from the number that did."""
+        return self._list_uncounted(joined)[0]
+
+    def _list_uncounted(self, joined: Mapping[str, Any]) -> list[tuple[int, ...]]:
+        """List who may not have counted in the next step, likely ones first: from the number of samples."""
         samples = dict(zip(self.members, self.progress.step_samples, strict=True))
         missing = self.progress.position.totals.samples + sum(samples.values()) - joined["epoch_samples"]
         lost = [rank for rank, _ in joined["lost"] if rank in self.members]
@@ -216,7 +268,7 @@ class Replay:
             key=lambda chosen: (sum(rank not in lost for rank in chosen), len(chosen)),
         )
         assert candidates, f"{joined}: {missing} samples of {samples} are not counted"
-        return candidates[0]
+        return candidates
 
     def _last_step(self, epoch: int) -> int:
         """Return the number of steps of an epoch with the present members."""
@@ -267,6 +319,7 @@ class Replay:
         hashes = {rank.call("hash") for rank in self.ranks}
         at = f"{event['event']} at epoch {self.progress.position.epoch}"
         assert hashes == {event["weights_hash"]}, f"{at}: other weights"
+        self._guess = None
         self.num_compared += 1
 
 
