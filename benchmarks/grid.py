@@ -25,8 +25,6 @@ SHARES_OF_UNEQUAL = (0.2, 0.3, 0.4, 0.5)
 """Shares of the limit of unequal nodes together, with weights that are right."""
 FACTORS = (0.6, 1.6)
 """How far one node's weight is wrong."""
-NUM_SKIPPED = 1
-"""Steps at the start of a visit that do not count: TensorFlow builds its kernels for new batch sizes."""
 MIN_STEPS = 2
 CLIENT = CLIENTS / "grid_client.py"
 
@@ -78,7 +76,7 @@ class Visits:
 def visit(
     project: Project, job: str, fleet: str, plan_path: Path, order: Sequence[Sizes], seconds: float
 ) -> Visits:
-    """Measure the points of `order` in sequence, each for `seconds`, in one trial of all ranks.
+    """Measure the points of `order` in sequence, each for `seconds`, in one run of all ranks.
 
     Threads and other settings are those of the plan.
     """
@@ -86,7 +84,7 @@ def visit(
 
     def num_steps(point: Sizes) -> int:
         step_s = max(size * sample_s for size, sample_s in zip(point, sample_times_s, strict=True))
-        return NUM_SKIPPED + max(MIN_STEPS, math.ceil(seconds / step_s))
+        return max(MIN_STEPS, math.ceil(seconds / step_s))
 
     visits = [(point, num_steps(point)) for point in order]
     done = project.lab.host.run(

@@ -131,7 +131,7 @@ class RunSummary:
     num_breaks: int = 0
     """Places in the stored events where lines are lost, repeated, moved, changed or of another run."""
     missing_models: tuple[str, ...] = ()
-    """Models that the run saved and that are missing or damaged: model.keras, best.keras."""
+    """Models that the run saved and that are missing or damaged, in a report: model.keras, best.keras."""
     reason: str = ""
     """Why it ended before its last epoch: 'early stopping', 'max steps' or 'asked to stop'."""
 
@@ -323,17 +323,21 @@ def read_results(run: RunDirectory) -> RunResults:
     samples = {node: round(sum(series.samples[rank])) for rank, node in enumerate(series.nodes)}
     energy = add_up_energy(read_power(run), series.nodes, samples, series.trained)
     state, error = read_end(run)
-    saved = [BEST_MODEL] * bool(summary.best_epoch) + [LAST_MODEL] * (summary.state == COMPLETED)
     summary = replace(
         summary,
         num_unreadable=stored.num_unreadable,
         num_breaks=stored.num_breaks,
-        missing_models=tuple(name for name in saved if not has_model(run.path / name)),
         energy=energy if energy.machines else None,
         state=state or summary.state,
         failures=summary.failures or ((error,) if state == FAILED else ()),
     )
     return RunResults(summary, series, manifest)
+
+
+def find_missing_models(run: RunDirectory, summary: RunSummary) -> tuple[str, ...]:
+    """Return the models that a run has saved and that are missing or damaged. Reads all of them."""
+    saved = [BEST_MODEL] * bool(summary.best_epoch) + [LAST_MODEL] * (summary.state == COMPLETED)
+    return tuple(name for name in saved if not has_model(run.path / name))
 
 
 def list_forecast_errors(project: ProjectDirectory) -> tuple[float, ...]:

@@ -17,7 +17,7 @@ from csdctl.errors import InputError
 from csdctl.worker.protocol.events import Event, check_event, event_from_document
 from csdctl.worker.protocol.json_codec import (
     ProtocolError,
-    is_intact,
+    compute_check,
     parse_json,
     read_check,
     without_surrogates,
@@ -98,7 +98,7 @@ class StoredEvents:
         before = first_check(self._path.parent.name) if is_from_start else None
         for line in lines:
             check = read_check(line)
-            if None not in (before, check) and not is_intact(line, before or 0):
+            if before is not None and check is not None and check != compute_check(line, before):
                 self.num_breaks += 1
             before = check  # after a line without, such as one that was cut, any may follow
             yield line

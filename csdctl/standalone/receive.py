@@ -379,20 +379,24 @@ def open_lock(path: bytes) -> int:
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
 
 
+def has_locked(lock: int) -> bool:
+    """Lock an open file, unless another process has locked it. Return whether this succeeded."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
 @contextlib.contextmanager
 def locked() -> Iterator[None]:
     """Hold the store's lock, which serializes deploys. A dead process holds no lock."""
     make_private(STATE)
     with open(open_lock(STORE_LOCK), "r+") as file:
         end_s = time.monotonic() + 600.0
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > end_s:
-                    message = "another csdctl is deploying here and does not finish"
-                    raise RefusedError(message, "wait for it") from None
+        while not has_locked(file.fileno()):
+            if time.monotonic() > end_s:
+                raise RefusedError("another csdctl is deploying here and does not finish", "wait for it")
             time.sleep(0.05)
             beat()
         yield
@@ -430,18 +434,14 @@ def lock_machine() -> None:
     os.fchmod(lock, 0o600)
     holder = json.loads(sys.stdin.readline())
     end_s = time.monotonic() + 3.0
-    while True:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
-        except BlockingIOError:
-            current = {}
-            with contextlib.suppress(ValueError, TypeError):
-                current = dict(json.loads(os.pread(lock, 4096, 0)))
-            # A new holder writes after it has locked. Until then the file is empty or names an ended process.
-            if os.path.exists("/proc/" + str(current.get("holding_pid"))) or time.monotonic() > end_s:
-                respond("held", holder=current)
-                return
+    while not has_locked(lock):
+        current = {}
+        with contextlib.suppress(ValueError, TypeError):
+            current = dict(json.loads(os.pread(lock, 4096, 0)))
+        # A new holder writes after it has locked. Until then the file is empty or names an ended process.
+        if os.path.exists("/proc/" + str(current.get("holding_pid"))) or time.monotonic() > end_s:
+            respond("held", holder=current)
+            return
         time.sleep(0.02)
     os.ftruncate(lock, 0)
     os.pwrite(lock, json.dumps({**holder, "holding_pid": os.getpid()}).encode(), 0)

@@ -192,8 +192,9 @@ def find_lost_events(recording: Recording, cut: Cut, kind: str) -> list[str]:
 
 def undated(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return events as csdctl prints them."""
-    kept = [[item for item in event.items() if item[0] not in ("time", "check")] for event in events]
-    return [dict(items) for items in kept]
+    return [
+        {name: value for name, value in event.items() if name not in ("time", "check")} for event in events
+    ]
 
 
 def is_readable(checkpoint: bytes) -> bool:

@@ -297,7 +297,7 @@ def find_stored(
         with open_regular(target / DESCRIPTION) as file:
             content = file.read(MAX_DESCRIPTION_BYTES).rstrip()
         if b'"check"' in content:  # earlier versions wrote none
-            if not json_codec.is_intact(content):
+            if json_codec.read_check(content) != json_codec.compute_check(content):
                 return None
             content = content[: -json_codec.CHECK_BYTES] + b"}"
         info = from_json(DatasetInfo, content.decode())

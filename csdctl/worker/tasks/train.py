@@ -324,17 +324,20 @@ class Train(ModelTask):
 
     def _learning_rate(self) -> float:
         progress = self.progress
-        scheduled = self.step.scheduled_rate(progress.position.total_steps)
-        rate = learning_rate(self.spec.recipe, progress.segment.global_batch, progress.epochs_done, scheduled)
-        return rate * progress.position.callbacks.rate_factor
+        size = progress.segment.global_batch
+        return self._learning_rate_at(progress.position.total_steps, size, progress.epochs_done)
 
     def _last_learning_rate(self) -> float:
         """Return the rate of the last step of a run that is over, which its optimizer is saved with."""
         position, num_epochs = self.progress.position, self.progress.position.epoch - 1
-        scheduled = self.step.scheduled_rate(position.total_steps - 1)
         epochs_done = num_epochs - 0.5 * num_epochs / max(1, position.total_steps)
-        rate = learning_rate(self.spec.recipe, sum(position.batch_sizes.values()), epochs_done, scheduled)
-        return rate * position.callbacks.rate_factor
+        size = sum(position.batch_sizes.values())
+        return self._learning_rate_at(position.total_steps - 1, size, epochs_done)
+
+    def _learning_rate_at(self, step: int, global_batch: int, epochs_done: float) -> float:
+        scheduled = self.step.scheduled_rate(step)
+        rate = learning_rate(self.spec.recipe, global_batch, epochs_done, scheduled)
+        return rate * self.progress.position.callbacks.rate_factor
 
     def _end_step(
         self, communicator: Communicator, before: Sequence[int], sums: Sums, global_samples: int

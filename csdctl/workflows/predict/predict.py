@@ -29,7 +29,7 @@ from csdctl.job.compatibility import LOGITS, plain_name, show_shape
 from csdctl.job.model import Job, check_keras_file, load_job
 from csdctl.notify import warn
 from csdctl.reporting.results import COMPLETED, FAILED, load_run_status, read_results
-from csdctl.runs.directory import ProjectDirectory, RunDirectory, find_run, has_model
+from csdctl.runs.directory import ProjectDirectory, find_run, has_model
 from csdctl.shipping.worker_calls import fetch_results
 from csdctl.transport.many import Outcome, errors_of, run_on_all, values_or_raise
 from csdctl.transport.meter import TrafficClass
@@ -38,6 +38,7 @@ from csdctl.worker.protocol.datasets import DatasetInfo
 from csdctl.worker.protocol.durable_files import replacing
 from csdctl.worker.protocol.features import SIGMOID, SOFTMAX, VALUES, ResultRule
 from csdctl.worker.protocol.model_info import ModelInfo, OutputInfo
+from csdctl.worker.protocol.run_spec import LAST_MODEL
 from csdctl.workflows.data.compile import ModelCompiler, as_prefix, files_of
 from csdctl.workflows.data.deploy import deploy_files
 from csdctl.workflows.data.files import SerializedModel, whole
@@ -212,8 +213,9 @@ def find_model(
                 reason = f"it has completed, but the file is {'damaged' if run.model.exists() else 'gone'}"
             elif status.state == FAILED:
                 reason = f"it failed: {read_results(run).summary.failures[0]}"
-        if runs := [name for name in project.run_ids() if has_model(RunDirectory(project.runs / name).model)]:
-            remedy = f"use the latest run with a model: {runs[-1]}"
+        newest = (name for name in reversed(project.run_ids()) if has_model(project.runs / name / LAST_MODEL))
+        if latest := next(newest, ""):  # has_model reads the whole file
+            remedy = f"use the latest run with a model: {latest}"
         raise InputError(
             f"run {run.run_id} has no model.keras: {reason}",
             remedy=f"continue it with `csdctl train --resume {run.run_id}`, or {remedy}",
