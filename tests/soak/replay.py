@@ -198,16 +198,12 @@ class Replay:
                 self._repeat_last_step(event, number)
         self.members = tuple(sorted(sizes))
         self.progress.plan_batch_sizes(sizes)
-        begun = self.progress.position
         self.progress.regroup(self.members, () if event["is_start"] else uncounted)
-        if begun.segment is None and self.progress.segment.stop_step != event["steps_per_epoch"]:
-            # They have changed when the epoch had begun, before its first step.
-            self.progress.position = begun
-            self.progress.regroup(before)
-            self.progress.regroup(self.members)
         self._save()
-        shown = self.progress.position.totals.samples, self.progress.num_lost()
-        assert shown == (event["epoch_samples"], event["num_lost"]), f"{event}: came out as {shown}"
+        num_steps = self.progress.segment.stop_step
+        shown = self.progress.position.totals.samples, self.progress.num_lost(), num_steps
+        told = tuple(event[name] for name in ("epoch_samples", "num_lost", "steps_per_epoch"))
+        assert shown == told, f"{event}: came out as {shown}"
 
     def _restore(self, key: Key) -> None:
         values, self.progress.position = self._saved[key]

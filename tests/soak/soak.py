@@ -153,7 +153,8 @@ class Outcome:
         }
         counts = Counter(fault.kind for fault in self.faults)
         census = {pid: [asdict(part) for part in pair] for pid, pair in self.census.items()}
-        return {**asdict(self), "faults": counts, "recovery_s": times, "census": census}
+        slowest = [asdict(fault) for fault in sorted(self.faults, key=lambda it: -(it.recovered_s or 0))[:5]]
+        return {**asdict(self), "faults": counts, "recovery_s": times, "slowest": slowest, "census": census}
 
 
 class Soak:

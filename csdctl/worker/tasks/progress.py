@@ -231,7 +231,7 @@ class RunProgress:
         if not any(sizes.values()):
             raise WorkerError("no rank is left that trains: the host has batch size 0", remedy="add a node")
         segment = position.segment
-        if segment is None:
+        if segment is None or not position.step:  # before its first step, an epoch is divided anew
             segment = begin_epoch(self.samples, sizes)
         elif uncounted or {share.rank: share.batch_size for share in segment.shares} != sizes:
             segment = change_segment(segment, position.step, sizes, uncounted)

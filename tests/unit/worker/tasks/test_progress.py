@@ -81,6 +81,18 @@ def test_private_samples_that_no_rank_reads_are_counted_while_their_rank_is_lost
     assert total - read == unread
 
 
+def test_epoch_is_divided_the_same_whoever_left_and_came_back_before_its_first_step(
+    progress: RunProgress,
+) -> None:
+    begun = progress.segment
+    progress.regroup((0, 2))
+    progress.plan_batch_sizes({0: 1, 2: 8})
+    progress.regroup((0,))
+    progress.plan_batch_sizes({0: 4, 2: 3})
+    progress.regroup(ALL)
+    assert progress.segment == begun
+
+
 def test_epochs_done_reach_the_epochs_end_when_ranks_are_lost_midway(progress: RunProgress) -> None:
     """Twice: the steps of all earlier parts of the epoch count."""
     done = run_steps(progress, 3)
