@@ -8,6 +8,7 @@ machines are tuned and trained. Prints figures, asserts no limits.
 Forecasts of whole trainings by features and split: `-k strategy_choice`.
 """
 
+import math
 import shutil
 import statistics
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ import yaml
 
 from benchmarks.bench_goodput import NORMALIZED
 from benchmarks.running import EXAMPLES, csdctl, emulated_fleet, limited_link, place_sample
+from csdctl.perfmodel.spread import NORMAL_QUANTILE
 from examples.sample_data import fetch_fashion_mnist
 from tests.soak.soak import hogs
 
@@ -94,3 +96,7 @@ def test_forecasts(tmp_path: Path, num_busy: int) -> None:
     error = statistics.median(abs(reached / rate - 1) for rate, *_, reached in found)
     width = statistics.median((high - low) / rate for rate, low, high, _ in found)
     print(f"{inside} of {len(found)} in their range; median error {error:.1%}, median width {width:.0%}")
+    differences = [math.log(found[at][3] / found[at + 1][3]) for at in range(0, len(found), NUM_RUNS)]
+    deviation = math.sqrt(statistics.fmean(difference**2 for difference in differences) / 2)
+    narrowest = 2 * NORMAL_QUANTILE * deviation
+    print(f"runs of one plan deviate by {deviation:.1%}: 9 of 10 are in a range of {narrowest:.0%} at best")
