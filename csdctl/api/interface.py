@@ -581,7 +581,8 @@ class Run:
         remedy = never if best else f"resume it: csdctl.train(…, resume={self.id!r})"
         weights = path.with_suffix(".weights.h5")
         if not has_model(path):
-            raise InputError(f"run {self.id} has no {path.name}, or a damaged one", remedy=remedy)
+            problem = f"run {self.id} has no {path.name}, or one that is damaged or of another run"
+            raise InputError(problem, remedy=remedy)
         os.environ["KERAS_BACKEND"] = "tensorflow"
         import keras
 

@@ -8,6 +8,7 @@ numbers, and YAML 1.1's `yes` and `on`, are text. Other tags and merge keys are 
 import contextlib
 import difflib
 import errno
+import fcntl
 import functools
 import json
 import os
@@ -23,7 +24,8 @@ from pydantic import BaseModel, ConfigDict, InstanceOf, TypeAdapter, ValidationE
 
 from csdctl.errors import InputError
 from csdctl.notify import Say
-from csdctl.worker.protocol.durable_files import make_directory, save_text, sync
+from csdctl.worker.protocol.durable_files import make_directory, save_bytes, save_text, sync
+from csdctl.worker.protocol.json_codec import add_check, is_unchanged, remove_check
 
 MAX_TEXT_BYTES = 2 << 20
 """Size of a file written by people; the plan of 4,000 ranks has a third of it."""
@@ -136,10 +138,16 @@ def open_regular(path: Path, flags: int = os.O_RDONLY, *, is_pipe_allowed: bool 
     raise InputError(f"cannot {'read' if is_reading else 'write'} {path}: {problem}", remedy=remedy)
 
 
-def open_log(path: Path, say: Say = lambda line: None) -> BinaryIO:
-    """Open a file of lines to append, and sync its name. Raises as `open_regular`. A cut last line ends."""
+def open_log(path: Path, say: Say = lambda line: None, *, is_shared: bool = False) -> BinaryIO:
+    """Open a file of lines to append, and sync its name. Raises as `open_regular`. A cut last line ends.
+
+    `is_shared`: other processes append, too, so that it is locked until it is closed, if that is possible.
+    """
     make_directory(path.parent)
     file = open_regular(path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
+    if is_shared:
+        with contextlib.suppress(OSError):  # of a file system without locks
+            fcntl.flock(file, fcntl.LOCK_EX)
     size = os.fstat(file.fileno()).st_size
     if not size:
         sync(path.parent)
@@ -152,10 +160,15 @@ def open_log(path: Path, say: Say = lambda line: None) -> BinaryIO:
 def append_lines(path: Path, lines: bytes, say: Say = lambda line: None, *, is_synced: bool = True) -> None:
     """Append whole lines in one write. Raises OSError, and what `open_log` raises."""
     with open_log(path, say) as file:
-        if file.write(lines) != len(lines):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-        if is_synced:
-            os.fsync(file.fileno())
+        write_lines(file, path, lines, is_synced=is_synced)
+
+
+def write_lines(file: BinaryIO, path: Path, lines: bytes, *, is_synced: bool = True) -> None:
+    """Write whole lines to `path`, which `open_log` has opened. Raises OSError."""
+    if file.write(lines) != len(lines):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+    if is_synced:
+        os.fsync(file.fileno())
 
 
 def load_json(path: Path, *, remedy: str = AGAIN) -> Any:
@@ -257,7 +270,12 @@ def check_fields(options: Any) -> None:
 def load_kept(path: Path, expected: type[ValueT]) -> ValueT | None:
     """Return what csdctl keeps at `path` to save work. None where it is missing, or not as `expected`."""
     try:
-        return check_values(load_json(path), expected, str(path))
+        content = load_text(path, max_bytes=MAX_JSON_BYTES).encode()
+        if not is_unchanged(content):
+            return None
+        return check_values(
+            parse_json_document(remove_check(content).decode(), str(path)), expected, str(path)
+        )
     except InputError:
         return None
 
@@ -265,7 +283,8 @@ def load_kept(path: Path, expected: type[ValueT]) -> ValueT | None:
 def save_kept(path: Path, content: ValueT, expected: type[ValueT]) -> None:
     """Write what `load_kept` reads `as expected`, atomically. If that is not possible, it is not kept."""
     with contextlib.suppress(OSError):
-        save_text(path, json.dumps(_adapter(cast(Hashable, expected)).dump_python(content, mode="json")))
+        document = json.dumps(_adapter(cast(Hashable, expected)).dump_python(content, mode="json"))
+        save_bytes(path, add_check(document.encode())[0])
 
 
 def _describe(problem: Any, tree: yaml.Node | None, adapter: TypeAdapter[Any] | None) -> str:

@@ -124,6 +124,8 @@ class RunSummary:
     best_epoch: int = 0
     """The epoch of best.keras: by what early stopping monitors, else by validation loss. 0: none."""
     best_validation_loss: float | None = None
+    weights_hash: str = ""
+    """SHA-256 of the weights that all ranks had at the end."""
     left_out: tuple[str, ...] = ()
     """Nodes that the plan left out, because training is faster without them."""
     num_unreadable: int = 0
@@ -131,7 +133,7 @@ class RunSummary:
     num_breaks: int = 0
     """Places in the stored events where lines are lost, repeated, moved, changed or of another run."""
     missing_models: tuple[str, ...] = ()
-    """Models that the run saved and that are missing or damaged, in a report: model.keras, best.keras."""
+    """Models that the run saved and that are missing, damaged or others, in a report: by file."""
     reason: str = ""
     """Why it ended before its last epoch: 'early stopping', 'max steps' or 'asked to stop'."""
 
@@ -157,6 +159,8 @@ class RunFollower:
     """Whether a rank has failed since the latest steps."""
     finished: dict[int, str] = field(default_factory=dict)
     """Why it ended before its last epoch, of each rank that has finished."""
+    weights_hash: str = ""
+    """Of the model that rank 0 has saved."""
     open_epochs: dict[int, tuple[frozenset[int], dict[int, str]]] = field(default_factory=dict)
     """Epochs that did not end with the same weights on all ranks: who has to report, and the hashes."""
     latest_s: float | None = None
@@ -183,6 +187,7 @@ class RunFollower:
             self._join(event)
         elif isinstance(event, events.Finished):
             self.finished[event.rank] = event.reason
+            self.weights_hash = event.weights_hash if event.rank == 0 else self.weights_hash
         elif isinstance(event, events.Failed):
             self.has_failed = True
             if len(self.failures) < MAX_FAILURES:
@@ -291,6 +296,7 @@ def summarize(run_id: str, manifest: Manifest, run: RunFollower) -> RunSummary:
         noise_scale=median(run.noise_scales) if run.noise_scales else None,
         best_epoch=best.epoch if best.validation_loss is not None else 0,
         best_validation_loss=best.validation_loss,
+        weights_hash=run.weights_hash,
         # A rank that was added by hand takes part.
         left_out=tuple(name for name in plan.left_out if name not in manifest.nodes),
     )
@@ -335,9 +341,10 @@ def read_results(run: RunDirectory) -> RunResults:
 
 
 def find_missing_models(run: RunDirectory, summary: RunSummary) -> tuple[str, ...]:
-    """Return the models that a run has saved and that are missing or damaged. Reads all of them."""
-    saved = [BEST_MODEL] * bool(summary.best_epoch) + [LAST_MODEL] * (summary.state == COMPLETED)
-    return tuple(name for name in saved if not has_model(run.path / name))
+    """Return the models that a run has saved and that are missing, damaged or others. Reads all of them."""
+    saved = {BEST_MODEL: ""} if summary.best_epoch else {}
+    saved |= {LAST_MODEL: summary.weights_hash} if summary.state == COMPLETED else {}
+    return tuple(name for name, weights in saved.items() if not has_model(run.path / name, weights))
 
 
 def list_forecast_errors(project: ProjectDirectory) -> tuple[float, ...]:

@@ -203,7 +203,7 @@ def describe_breaks(num_breaks: int, run_id: str) -> str:
 
 def _describe_missing(model: str, run_id: str) -> str:
     resume = f"`csdctl train --resume {run_id}` saves it again"
-    return f"{model} is missing or damaged: {resume if model == LAST_MODEL else 'train again'}"
+    return f"{model} is missing, damaged or another one: {resume if model == LAST_MODEL else 'train again'}"
 
 
 def _describe_metric(validation: float | None, training: float | None) -> str:

@@ -5,6 +5,7 @@ import errno
 import itertools
 import json
 import os
+import re
 import shlex
 import shutil
 import zipfile
@@ -21,14 +22,14 @@ from csdctl.errors import InputError
 from csdctl.notify import Say, make_printable
 from csdctl.placement.equation1 import Placed
 from csdctl.runs.private import STATE_DIRECTORY, check_directory, private_memory
-from csdctl.runs.stored_events import StoredEvents, first_check
+from csdctl.runs.stored_events import StoredEvents, find_last_check, first_check
 from csdctl.tuning.plan import DATA_PARALLEL, UPDATE, Plan, check_schema
 from csdctl.worker.protocol.disk_errors import DAMAGED_ARCHIVE
 from csdctl.worker.protocol.durable_files import make_directory, replacing
 from csdctl.worker.protocol.events import Event, Progress, WaitingFor, event_document
-from csdctl.worker.protocol.json_codec import add_check, read_check
+from csdctl.worker.protocol.json_codec import add_check
 from csdctl.worker.protocol.recipe import Noise
-from csdctl.worker.protocol.run_spec import BEST_MODEL, LAST_MODEL, step_file_in_memory
+from csdctl.worker.protocol.run_spec import BEST_MODEL, LAST_MODEL, MODEL_COMMENT, step_file_in_memory
 
 MAX_SAMPLES = 10**15
 NEW_RUN = "start a new run"
@@ -66,6 +67,8 @@ class Manifest(_Part):
     """In order of rank."""
     data: DataFingerprints
     noise: Noise | None = None
+    run: str = ""
+    """Its ID. Earlier versions have not stored it."""
     server: str = ""
     """The server on which csdctl runs; '' for a single server, or a machine beside the servers."""
     strategy: str = DATA_PARALLEL
@@ -249,15 +252,33 @@ class RunDirectory:
         """Return the path of a rank's log."""
         return self.logs / f"rank-{rank}.log"
 
+    def has_state(self) -> bool:
+        """Return whether there is a file, whatever is in it, from which the run could be resumed."""
+        step_file = ProjectDirectory(self.path.parents[2]).step_file(self)
+        states = self.kept_step_file, step_file, *self.path.glob("checkpoints/*.npz")
+        return any(map(os.path.lexists, states))
+
     def save_manifest(self, content: dict[str, object]) -> None:
         """Write manifest.json atomically."""
-        save_json(self.manifest, content)
+        save_json(self.manifest, {**content, "run": self.run_id})
 
     def read_manifest(self) -> Manifest:
         """Read manifest.json. Raises InputError when it is missing, or its values do not belong together."""
         content = load_json(self.manifest, remedy=NEW_RUN)
         check_schema(content, self.manifest, 1)
-        return check_values(content, Manifest, str(self.manifest), remedy=NEW_RUN)
+        manifest = check_values(content, Manifest, str(self.manifest), remedy=NEW_RUN)
+        if manifest.run not in ("", self.run_id) and manifest.run != self.first_id():
+            remedy = f"if the run's directory was renamed, rename it back; else restore it, or {NEW_RUN}"
+            raise InputError(f"{self.manifest} is of run {manifest.run}", remedy=remedy)
+        return manifest
+
+    def first_id(self) -> str:
+        """Return the run's id when it began, which its files have: the directory may be renamed since."""
+        with contextlib.suppress(InputError):
+            content = load_json(self.spec)
+            if isinstance(content, dict) and isinstance(content.get("run_id"), str):
+                return str(content["run_id"])
+        return self.run_id
 
     def load_manifest(self) -> dict[str, Any]:
         """Return all of manifest.json, to write it again. Raises what `read_manifest` raises."""
@@ -267,15 +288,21 @@ class RunDirectory:
 
     def read_events(self, nodes: Sequence[str]) -> StoredEvents:
         """Return the stored events of the run, whose ranks are on `nodes`."""
-        return StoredEvents(self.events, nodes)
+        return StoredEvents(self.events, nodes, self.first_id())
 
 
-def has_model(path: Path) -> bool:
-    """Return whether an undamaged model is at `path`, or else its weights in a file of their own."""
+def has_model(path: Path, weights_hash: str = "") -> bool:
+    """Return whether the undamaged model of a run is at `path`, or else its weights in a file of their own.
+
+    `weights_hash`: that the run reported at its end. Models of earlier versions do not tell theirs.
+    """
     with contextlib.suppress(*DAMAGED_ARCHIVE):
         if path.is_file():
             with zipfile.ZipFile(path) as archive:
-                return archive.testzip() is None  # reads all of it
+                run_id = RunDirectory(path.parent).first_id() if archive.comment else ""
+                expected = os.fsencode(MODEL_COMMENT.format(run_id=run_id, weights_hash=weights_hash))
+                is_of_run = not archive.comment or archive.comment.startswith(expected)
+                return is_of_run and archive.testzip() is None  # reads all of it
     return path.with_suffix(".weights.h5").is_file()
 
 
@@ -308,7 +335,11 @@ def skipping(run_id: str, say: Say) -> Iterator[None]:
     except (InputError, OSError) as error:
         problem = error.message if isinstance(error, InputError) else str(error)
         is_newer = getattr(error, "remedy", "") == UPDATE
-        remedy = UPDATE if is_newer else f"mend it, or remove the run: csdctl runs rm {shlex.quote(run_id)}"
+        name = shlex.quote(run_id)
+        if not run_id.isprintable():  # not UTF-8
+            quoted = re.sub(rb"[^\w.-]", lambda byte: b"\\x%02x" % ord(byte[0]), os.fsencode(run_id)).decode()
+            name = f"$'{quoted}'"
+        remedy = UPDATE if is_newer else f"mend it, or remove the run: csdctl runs rm {name}"
         say(f"warning: {run_id} is skipped: {problem} ({remedy})")
 
 
@@ -363,13 +394,20 @@ class EventLog:
     Once it has `max_bytes`, it leaves out frequent events of ranks other than 0, and their logs say so.
     """
 
-    def __init__(self, run: RunDirectory, max_bytes: int = 1 << 30, say: Say = lambda line: None) -> None:
-        """`say` tells of a last line that was cut."""
+    def __init__(
+        self,
+        run: RunDirectory,
+        max_bytes: int = 1 << 30,
+        say: Say = lambda line: None,
+        *,
+        is_begun: bool = False,
+    ) -> None:
+        """`say` tells of a last line that was cut. `is_begun`: the log of this run cannot be empty."""
         self._run, self._max_bytes = run, max_bytes
         self._file = open_log(run.events, say)
         self._num_bytes = os.fstat(self._file.fileno()).st_size
-        last = os.pread(self._file.fileno(), 64, max(0, self._num_bytes - 64)).rstrip(b"\n")
-        self._check = read_check(last) or (0 if last else first_check(run.run_id))
+        # With another first number, a reader notices that events are gone.
+        self._check = find_last_check(self._file, 0 if is_begun else first_check(run.run_id))
         self._is_synced = False
         self.unwritten = bytearray()
         """Bytes for which a full disk has no place, written once it has."""

@@ -5,21 +5,32 @@ of each machine in short intervals.
 """
 
 import contextlib
+import fcntl
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from csdctl.documents import append_lines
+from csdctl.documents import append_lines, open_log, write_lines
 from csdctl.errors import InputError
 from csdctl.notify import Say, warn
 from csdctl.runs.directory import ProjectDirectory, RunDirectory
-from csdctl.runs.stored_events import read_lines
+from csdctl.runs.stored_events import ChainedLines, find_last_check, read_lines
 from csdctl.worker.protocol.disk_errors import describe_os_error
-from csdctl.worker.protocol.json_codec import Between, Count, ProtocolError, Seconds, ShortText, from_json
+from csdctl.worker.protocol.json_codec import (
+    Between,
+    Count,
+    ProtocolError,
+    Seconds,
+    ShortText,
+    add_check,
+    from_json,
+    remove_check,
+    to_json,
+)
 
 MEASURED, STATED = "measured", "stated"
 
@@ -58,18 +69,30 @@ class Ledger:
         """Append the collected counts, and `num_bytes`, to the file."""
         self.add(num_bytes)
         now = round(time.time(), 3)
-        lines = [
-            json.dumps(asdict(LedgerEntry(now, self._command, self.run, *key, count))) + "\n"
+        entries = [
+            LedgerEntry(now, self._command, self.run, *key, count)
             for key, count in sorted(self._bytes.items())
             if count
         ]
         self._bytes.clear()
-        if lines:
+        if entries:
             try:
-                append_lines(self._path, "".join(lines).encode(), self._say)
+                _append(self._path, entries, self._say)
             except (OSError, InputError) as error:
                 what = describe_os_error(error, self._path)[0] if isinstance(error, OSError) else str(error)
                 self._say(f"warning: what {self._command} has sent is not recorded: {what}")
+
+
+def _append(path: Path, entries: Sequence[LedgerEntry], say: Say) -> None:
+    """Append lines with a chain of checksums: lines that are lost or changed later are noticed."""
+    lines = [to_json(entry).encode() for entry in entries]
+    with open_log(path, say, is_shared=True) as file:
+        check = find_last_check(file)
+        with contextlib.suppress(OSError):  # without a lock, others may append now: lines have no checksums
+            fcntl.flock(file, fcntl.LOCK_EX)
+            for place, line in enumerate(lines):
+                lines[place], check = add_check(line, check)
+        write_lines(file, path, b"".join(line + b"\n" for line in lines))
 
 
 def record_traffic(directory: Path, command: str) -> Callable[[Mapping[tuple[str, str, str], int]], None]:
@@ -80,10 +103,11 @@ def record_traffic(directory: Path, command: str) -> Callable[[Mapping[tuple[str
 def read_ledger(path: Path, say: Say = lambda line: None) -> Iterator[LedgerEntry]:
     """Yield all entries in order. `say` tells of the lines that are none, which are left out."""
     problem, num_damaged = "", 0
+    lines = ChainedLines(read_lines(path), 0)
     try:
-        for number, line in enumerate(read_lines(path), 1):
+        for number, line in enumerate(lines, 1):
             try:
-                yield from_json(LedgerEntry, line.decode(errors="replace"))
+                yield from_json(LedgerEntry, remove_check(line).decode(errors="replace"))
             except ProtocolError:
                 num_damaged += 1
                 problem = f"{path}: lines that cannot be read: {num_damaged:,}, the last is line {number:,}"
@@ -91,6 +115,11 @@ def read_ledger(path: Path, say: Say = lambda line: None) -> Iterator[LedgerEntr
         problem = error.message
     if problem:
         say(f"warning: {problem}; what it recorded is missing here")
+    if lines.num_breaks:
+        say(
+            f"warning: {path}: lines are lost, repeated or changed, in places: {lines.num_breaks:,}; "
+            "what left the machines is not known"
+        )
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,10 @@ import re
 import sys
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from pydantic_core import from_json
 
@@ -38,7 +39,38 @@ def first_check(run_id: str) -> int:
     Each line has a checksum, begun with the one before: lines that are lost, repeated, moved or changed break
     this chain. Earlier versions wrote none.
     """
-    return zlib.crc32(run_id.encode())
+    return zlib.crc32(os.fsencode(run_id))
+
+
+def find_last_check(file: BinaryIO, first: int = 0) -> int:
+    """Return the number with which the checksum of the next line in `file` begins.
+
+    `first` if the file is empty, 0 after a line without a checksum, after which `ChainedLines` expects any.
+    """
+    size = os.fstat(file.fileno()).st_size
+    last = os.pread(file.fileno(), 64, max(0, size - 64)).rstrip(b"\n")
+    return read_check(last) or (0 if last else first)
+
+
+@dataclass
+class ChainedLines:
+    """Lines with checksums, each begun with the one before."""
+
+    lines: Iterable[bytes] = ()
+    before: int | None = None
+    """The number with which the first checksum begins. None: any."""
+    num_breaks: int = 0
+    """Places where lines are lost, repeated, moved or changed."""
+
+    def __iter__(self) -> Iterator[bytes]:
+        """Yield the lines."""
+        before = self.before
+        for line in self.lines:
+            check = read_check(line)
+            if before is not None and check is not None and check != compute_check(line, before):
+                self.num_breaks += 1
+            before = check  # after a line without, such as one that was cut, any may follow
+            yield line
 
 
 class StoredEvents:
@@ -49,11 +81,15 @@ class StoredEvents:
 
     num_unreadable = 0
     """Lines that the latest iteration has left out so far."""
-    num_breaks = 0
-    """Places where lines are lost, repeated, moved, changed or of another run, in the latest iteration."""
 
-    def __init__(self, path: Path, nodes: Sequence[str]) -> None:
-        self._path, self._nodes = path, nodes
+    def __init__(self, path: Path, nodes: Sequence[str], run_id: str) -> None:
+        self._path, self._nodes, self._first = path, nodes, first_check(run_id)
+        self._chained = ChainedLines()
+
+    @property
+    def num_breaks(self) -> int:
+        """Places where lines are lost, repeated, changed or of another run, in the latest iteration."""
+        return self._chained.num_breaks
 
     def __iter__(self) -> Iterator[Event]:
         """Iterate over all events, without their times."""
@@ -94,14 +130,8 @@ class StoredEvents:
         return self._parse(self._check(lines))
 
     def _check(self, lines: Iterator[bytes], *, is_from_start: bool = True) -> Iterator[bytes]:
-        self.num_breaks = 0
-        before = first_check(self._path.parent.name) if is_from_start else None
-        for line in lines:
-            check = read_check(line)
-            if before is not None and check is not None and check != compute_check(line, before):
-                self.num_breaks += 1
-            before = check  # after a line without, such as one that was cut, any may follow
-            yield line
+        self._chained = ChainedLines(lines, self._first if is_from_start else None)
+        return iter(self._chained)
 
     def _parse(self, lines: Iterator[bytes]) -> Iterator[tuple[float, Event]]:
         self.num_unreadable = 0

@@ -145,6 +145,7 @@ def _send() -> int:
 
 
 def _rank(spec_path: str, rank: int, marker: str) -> int:
+    from csdctl.worker.protocol.durable_files import make_directory
     from csdctl.worker.protocol.events import UNKNOWN_NODE
     from csdctl.worker.protocol.run_spec import RunSpec
 
@@ -158,9 +159,13 @@ def _rank(spec_path: str, rank: int, marker: str) -> int:
         if spec.ranks[rank].private:
             # Only events leave a rank that reads private data. All other output goes to its log, because
             # libraries may print samples: TensorFlow lists the labels of a batch that it cannot use.
-            log = f".csdctl/logs/{spec.run_id}-rank-{rank}.log"
-            os.makedirs(os.path.dirname(log), mode=0o700, exist_ok=True)
-            write_line = GuardedOutput(log).write_line
+            own_log = f".csdctl/logs/{spec.run_id}-rank-{rank}.log"
+            try:
+                make_directory(Path(own_log).parent)
+                write_line = GuardedOutput(own_log).write_line
+            except OSError as error:
+                raise WorkerError(*describe_os_error(error)) from None
+            log = own_log
         from csdctl.worker.tasks.session import RankSession
 
         RankSession(spec, rank, hub_command, write_line).run()

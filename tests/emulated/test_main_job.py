@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import zipfile
 from collections import Counter
 from collections.abc import Iterator
 from functools import partial
@@ -21,6 +22,7 @@ import yaml
 
 from csdctl.fleet.facts import load_facts
 from csdctl.fleet.fleet_file import load_fleet
+from csdctl.worker.protocol.run_spec import MODEL_COMMENT
 from tests.emulated.running import document, emulated, home_of, refuse, state_of, succeed
 from tests.emulated.small_jobs import ALL_DATA, pausing_layer, small_job
 from tests.emulated.training import (
@@ -128,7 +130,11 @@ def test_all_ranks_hold_identical_weights_at_every_epochs_end(project: Path) -> 
         assert len({digest for _, digest in of_epoch}) == 1
     assert report["identical_weights"] is True
     assert 3 <= len(list((run / "checkpoints").glob("*.npz"))) <= 4  # the newest, and the best
-    assert (run / "best.keras").exists()
+    assert not report["missing_models"]
+    (weights_hash,) = {digest for _, digest in hashes[report["epochs"]]}
+    with zipfile.ZipFile(run / "model.keras") as archive:
+        comment = MODEL_COMMENT.format(run_id=run.name, weights_hash=weights_hash)
+        assert archive.comment.decode() == comment
 
 
 def test_predictions_are_those_of_one_process_and_an_absent_node_lacks_its_rows_alone(project: Path) -> None:

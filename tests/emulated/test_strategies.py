@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from csdctl.job.model import load_job
+from csdctl.runs.directory import has_model
 from csdctl.tuning.plan import Plan, RankPlan, save_plan
 from tests.emulated.running import document, emulated, home_of, succeed
 from tests.emulated.small_jobs import ALL_DATA, small_job
@@ -88,6 +89,9 @@ def assert_same_weights(project: Path, *reports: dict[str, Any], rtol: float, at
         "    np.savez(f'weights{number}.npz', *keras.models.load_model(path).get_weights())\n"
     )
     models = [f"{report['path']}/model.keras" for report in reports]
+    for path, report in zip(models, reports, strict=True):
+        assert has_model(project / path, report["weights_hash"])
+        assert not has_model(project / path, "of others")
     subprocess.run([sys.executable, "-c", program, *models], cwd=project, check=True, capture_output=True)
     first, *others = (np.load(project / f"weights{number}.npz") for number in range(len(models)))
     for weights in others:

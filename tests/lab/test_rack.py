@@ -211,7 +211,10 @@ def test_another_server_continues_when_the_one_of_csdctl_is_off(
         assert done.returncode == 0, done.stdout + done.stderr
         done = csdctl_on(machine, project.lab, *command)
         assert done.returncode == 0, done.stdout + done.stderr
-    events = there / ".csdctl/runs" / path.name / "events.jsonl"
+    run = RunDirectory(there / ".csdctl/runs" / path.name)
+    stored, events = run.read_events(run.read_manifest().nodes), run.events
+    assert len([*stored]) > 8
+    assert stored.num_breaks == 0
     joined = next(event for event in load_events(events) if event["event"] == "Joined")
     assert steps - 1 <= joined["total_steps"] <= steps + 1
     assert {int(rank) for rank in joined["batch_sizes"]} == {0, 5, 6, 7} | OF_SERVER_3

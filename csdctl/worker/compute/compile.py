@@ -301,7 +301,9 @@ def assemble(spec: HeadSpec, head: Any) -> Any:
     return model
 
 
-def save_with_keras(spec: RunSpec, example: tuple[Array, Array], values: Sequence[Array], path: Path) -> Path:
+def save_with_keras(
+    spec: RunSpec, example: tuple[Array, Array], values: Sequence[Array], path: Path, comment: str = ""
+) -> Path:
     """Save a run's model with the values of its state, then of its rates. Return the path. Raises OSError."""
     model = load(Path(spec.architecture), Path(spec.weights), spec.code)
     compiler = make_compiler(model, spec.recipe, example)
@@ -309,4 +311,4 @@ def save_with_keras(spec: RunSpec, example: tuple[Array, Array], values: Sequenc
     variables = zip(compiler.variables, values, strict=False)
     for variable, value in [*variables, *zip(rates, values[len(values) - len(rates) :], strict=True)]:
         assign(variable, value)
-    return save_model(assemble(spec.head, model) if spec.head else model, path)
+    return save_model(assemble(spec.head, model) if spec.head else model, path, comment)

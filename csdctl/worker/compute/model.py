@@ -306,11 +306,17 @@ def load_weights(path: Path) -> list[Any]:
         return [archive[name] for name in sorted(archive.files)]
 
 
-def save_model(model: Any, path: Path) -> Path:
-    """Save `model` to `path`, or its weights beside it if Keras cannot save its class. Return the path."""
+def save_model(model: Any, path: Path, comment: str = "") -> Path:
+    """Save `model` to `path`, or its weights beside it if Keras cannot save its class. Return the path.
+
+    `comment`: of the archive.
+    """
     try:
         with replacing_by_name(path) as partial:
             model.save(partial)
+            if zipfile.is_zipfile(partial):  # a class may save itself in another form
+                with zipfile.ZipFile(partial, "a") as archive:
+                    archive.comment = comment.encode()
     except OSError:
         raise
     except Exception as error:  # of the user's classes

@@ -17,13 +17,17 @@ Places = Mapping[str, tuple[str, ...]]
 """By number of a variable, the datasets of an HDF5 file that have it."""
 
 
-def save_like(template: str, places: Places, values: Sequence[Array], path: Path) -> Path:
-    """Write `path`, or a .weights.h5 beside it, as `template` with other values. Raises OSError."""
+def save_like(template: str, places: Places, values: Sequence[Array], path: Path, comment: str = "") -> Path:
+    """Write `path`, or a .weights.h5 beside it, as `template` with other values. Raises OSError.
+
+    `comment`: of the archive.
+    """
     if template.endswith(".h5"):
         path = path.with_suffix(".weights.h5")
     with replacing_by_name(path) as partial:
         if path.suffix == ".keras":
             with zipfile.ZipFile(template) as source, zipfile.ZipFile(partial, "w") as target:
+                target.comment = comment.encode()
                 for member in source.infolist():
                     content = source.read(member)
                     is_changed = member.filename == WEIGHTS

@@ -296,11 +296,9 @@ def find_stored(
             return None
         with open_regular(target / DESCRIPTION) as file:
             content = file.read(MAX_DESCRIPTION_BYTES).rstrip()
-        if b'"check"' in content:  # earlier versions wrote none
-            if json_codec.read_check(content) != json_codec.compute_check(content):
-                return None
-            content = content[: -json_codec.CHECK_BYTES] + b"}"
-        info = from_json(DatasetInfo, content.decode())
+        if not json_codec.is_unchanged(content):
+            return None
+        info = from_json(DatasetInfo, json_codec.remove_check(content).decode())
         is_complete = info.images_sha256 and info.labels_sha256 and info.label_dtype
         is_of_target = info.fingerprint == target.name and info.path in map(str, (target, *places))
         is_intact = not is_checked or hash_arrays(info, Path(info.path)) == info

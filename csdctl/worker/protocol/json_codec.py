@@ -139,6 +139,17 @@ def compute_check(document: bytes, before: int = 0) -> int:
     return zlib.crc32(document[:-CHECK_BYTES], before)
 
 
+def remove_check(document: bytes) -> bytes:
+    """Return an object without its checksum, if it has one. It is not compared."""
+    return document if read_check(document) is None else document[:-CHECK_BYTES] + b"}"
+
+
+def is_unchanged(document: bytes) -> bool:
+    """Return whether an object has the checksum that it ought to have, or none, as earlier versions wrote."""
+    has_check = document[-CHECK_BYTES:].startswith(_CHECK[:10])
+    return not has_check or read_check(document) == compute_check(document)
+
+
 def to_frame(kind: str, content: Any) -> str:
     """Return a dataclass or a dict as a frame."""
     return f"{FRAME_PREFIX}{kind} {json.dumps(content) if isinstance(content, dict) else to_json(content)}"

@@ -31,7 +31,14 @@ from csdctl.worker.protocol.events import Joined, Misbehaved
 from csdctl.worker.protocol.json_codec import ProtocolError, Sha256, from_dict
 from csdctl.worker.protocol.orders import Begin, OpenHub, Order, Ping, Probe, Stop, TakeSteps, order_from_line
 from csdctl.worker.protocol.recipe import BF16
-from csdctl.worker.protocol.run_spec import ELEMENT_SPEC, GROWTH_LIMIT, CompiledStep, RankSpec, RunSpec
+from csdctl.worker.protocol.run_spec import (
+    ELEMENT_SPEC,
+    GROWTH_LIMIT,
+    MODEL_COMMENT,
+    CompiledStep,
+    RankSpec,
+    RunSpec,
+)
 from csdctl.worker.tasks.progress import Position, Reporter, RunProgress, hash_state, pack
 
 ORPHAN_S = 600.0
@@ -323,13 +330,15 @@ class ModelTask(Task):
         """
         step = self.step
         values = [*step.averaged_values(), *step.rates]
+        weights_hash = hash_arrays(self.summed.weights)
+        comment = MODEL_COMMENT.format(run_id=self.spec.run_id, weights_hash=weights_hash)
         template, places = self._template(step.info)
         if places:
-            return save_like(template, places, values, path)
+            return save_like(template, places, values, path, comment)
         from csdctl.worker.compute.compile import save_with_keras
 
         load_backend(self.me.runtime)
-        return save_with_keras(self.spec, self.example(0), values, path)
+        return save_with_keras(self.spec, self.example(0), values, path, comment)
 
     def _template(self, info: StepInfo) -> tuple[str, Places]:
         """Return a Keras file of the whole model, and where it has the step's variables, {} if unknown."""

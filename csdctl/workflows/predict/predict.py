@@ -210,7 +210,8 @@ def find_model(
         with suppress(InputError):
             status = load_run_status(run).status
             if status.state == COMPLETED:
-                reason = f"it has completed, but the file is {'damaged' if run.model.exists() else 'gone'}"
+                what = "damaged or of another run" if run.model.exists() else "gone"
+                reason = f"it has completed, but the file is {what}"
             elif status.state == FAILED:
                 reason = f"it failed: {read_results(run).summary.failures[0]}"
         newest = (name for name in reversed(project.run_ids()) if has_model(project.runs / name / LAST_MODEL))

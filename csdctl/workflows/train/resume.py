@@ -7,8 +7,8 @@ are part of the state. The two machines exchange theirs.
 """
 
 import dataclasses
-import os
 import shutil
+import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from csdctl.runs import directory
 from csdctl.runs.directory import NEW_RUN, Manifest, ProjectDirectory, RunDirectory
 from csdctl.tuning.plan import check_schema
 from csdctl.worker.protocol.durable_files import make_directory, save_text
-from csdctl.worker.protocol.events import EARLY_STOPPING, CheckpointSaved, Finished, Joined
+from csdctl.worker.protocol.events import EARLY_STOPPING, CheckpointSaved, Finished, Joined, Warned
 from csdctl.worker.protocol.json_codec import SCHEMA, ProtocolError, from_json, to_json
 from csdctl.worker.protocol.recipe import Noise
 from csdctl.worker.protocol.run_spec import COPIES, DatasetSlice, RunSpec
@@ -70,14 +70,12 @@ def is_complete(run: RunDirectory, job: Job) -> bool:
         has_saved |= isinstance(event, CheckpointSaved)
         if event.rank == 0 and isinstance(event, Joined | Finished):
             last = event
-    is_over = isinstance(last, Finished) and (
-        last.reason == EARLY_STOPPING or (last.epochs >= job.recipe.epochs and not last.reason)
-    )
-    if is_over and directory.has_model(run.model) and not read_end(run)[0]:
-        return True
-    step_file = ProjectDirectory(run.path.parents[2]).step_file(run)
-    states = run.kept_step_file, step_file, *run.path.glob("checkpoints/*.npz")
-    if has_saved and not any(map(os.path.lexists, states)):
+    if isinstance(last, Finished):
+        is_last_epoch = last.epochs >= job.recipe.epochs and not last.reason
+        is_over = last.reason == EARLY_STOPPING or is_last_epoch
+        if is_over and directory.has_model(run.model, last.weights_hash) and not read_end(run)[0]:
+            return True
+    if has_saved and not run.has_state():
         problem = f"no state of run {run.run_id} is left: the checkpoints in {run.path} are gone"
         raise InputError(problem, remedy=f"restore them from a copy, or {NEW_RUN}")
     return False
@@ -197,6 +195,9 @@ def _move_copy(project: ProjectDirectory, run_id: str, state: Path) -> None:
     if not state.exists() and run.manifest.exists():
         return
     make_directory(run.logs)
+    log = directory.EventLog(run)
+    log.append(time.time(), Warned(0, HOST_NAME, "taken over: the other server has the events before"))
+    log.close()
     directory.keep_step_file(state, run.kept_step_file)
     if state.exists() or not run.kept_step_file.exists():
         raise InputError(

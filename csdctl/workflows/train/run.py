@@ -265,7 +265,7 @@ def run_to_end(resolved: ResolvedRun, spec: RunSpec, run: RunDirectory, options:
     past = run.read_events([rank.node for rank in spec.ranks]) if run.events.exists() else ()
     num_steps, expected = steps_per_epoch(resolved.data.placed), run.read_manifest().predicted_range
     events.emit(RunStarted(run, spec, num_steps, expected, emulated=space.fleet.emulated, past=past))
-    log = EventLog(run, say=events.say)
+    log = EventLog(run, say=events.say, is_begun=run.has_state())
     is_done = is_interrupted = is_full = False
     with (
         PowerSampler(run, space.fleet, space.sessions, events.say),

@@ -204,7 +204,11 @@ def choose_fleet(
     select = partial(select_nodes, with_servers=with_servers)
     fleet = load_fleet(path)
     if failed_from:
-        fleet = select(fleet, [load_failed(failed_from)])
+        names = load_failed(failed_from)
+        if unknown := sorted({*names.split(",")} - {*fleet.machines}):
+            problem = f"{failed_from} lists {', '.join(unknown)}, which {path} does not have"
+            raise InputError(problem, remedy=f"leave out {option('failed_from')}")
+        fleet = select(fleet, [names])
     return select(fleet, limit or (), exclude or (), may_be_empty=may_be_empty)
 
 

@@ -3,7 +3,6 @@
 The project has a run that has completed, a later one that was stopped, and a fleet whose node is off.
 """
 
-import json
 import os
 import shutil
 import zipfile
@@ -16,10 +15,12 @@ from csdctl.cli.app import run_command
 from csdctl.documents import save_json
 from csdctl.launch.leftovers import describe_holder
 from csdctl.runs.directory import ProjectDirectory
+from csdctl.runs.ledger import Ledger
 from csdctl.terminal.streams import Streams
 from csdctl.tuning.plan import Plan, save_plan
 from csdctl.worker.protocol.events import CheckpointSaved, EpochEnd, Finished, Progress
 from csdctl.worker.protocol.json_codec import to_json
+from csdctl.worker.protocol.run_spec import MODEL_COMMENT
 from tests.unit.runs.manifests import manifest_of, spec_of, write_events
 
 pytestmark = pytest.mark.fault(36)
@@ -30,7 +31,6 @@ END = EpochEnd(0, "host", 2, 10, 96, 0.5, 0.25, 2.0, "hash", 128, 2.25, 0.5, 2.5
 DONE = [Finished(rank, node, 2, 20, "hash", 1 << 20) for rank, node in enumerate(NODES)]
 BEST = CheckpointSaved(0, "host", 3, 20, "checkpoints/step-00000020.npz", is_best=True)
 JOB = "model: model.py:build\ndata: {public: {path: data}}\nrecipe: {epochs: 2, learning_rate: 0.1}\n"
-ENTRY = {"time": 1.0, "command": "train", "run": "", "sender": "host", "receiver": "csd0", "kind": "gradient"}
 OLD, NEW = "20260101-000000-000001", "20260102-000000-000002"
 LIST, REPORT, LOGS, PRIVACY = "runs list", "report", "runs logs", "report --privacy"
 RESUME, TRAIN, FAILED_FROM = "train --resume latest", "train", "clean --failed-from .csdctl/failed.json"
@@ -55,9 +55,11 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for model in (run.model, run.best_model):
             with zipfile.ZipFile(model, "w") as archive:
                 archive.writestr("model.weights.h5", b"weights")
+                archive.comment = MODEL_COMMENT.format(run_id=run_id, weights_hash=END.weights_hash).encode()
         state = {"state": "stopped", "error": "interrupted"} if run_id == NEW else {}
         save_json(run.process, describe_holder("train", root) | {"ended": "2026-01-02"} | state)
-    project.ledger.write_text(f"{json.dumps(ENTRY | {'num_bytes': 5})}\n" * 3)
+    for _ in range(3):
+        Ledger(project.ledger, "train").save({("host", "csd0", "gradient"): 5})
     save_json(project.failed, {"schema": "csdctl.failed/1", "command": "exec", "failed": {"csd0": {}}})
     save_plan(project.plan("job"), Plan.model_validate(manifest_of(NODES)["plan"]))
     return root
@@ -100,6 +102,8 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "a dangling link": put(lambda path: path.symlink_to("/missing/place")),
     "a link to itself": put(lambda path: path.symlink_to(path.name)),
     "missing": put(lambda path: None),
+    "with an unknown node": replace_text("csd0", "csd9"),
+    "with a name in Latin-1": lambda path: os.mkdir(os.fsencode(path) + b"/2026\xff"),
     "newer": replace_text('"schema": 1', '"schema": 9'),
     "newer spec": replace_text('"schema":2', '"schema":9'),
     "newer plan": replace_text("schema_version: 1", "schema_version: 9"),
@@ -107,6 +111,9 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "unknown events": replace_text('"event":"EpochEnd"', '"event":"Epochs"'),
     "of another run": lambda path: shutil.copy(str(path).replace(NEW, OLD), path),
     "a flipped bit": lambda path: path.write_bytes(path.read_bytes().replace(b"weights", b"weightr")),
+    "of other weights": lambda path: path.write_bytes(path.read_bytes().replace(b"hash", b"hush")),
+    "a model of another run": lambda path: shutil.copy(str(path).replace(OLD, NEW), path),
+    "a digit more": replace_text('"num_bytes":5', '"num_bytes":50'),
     "a line less": lambda path: path.write_text(path.read_text().partition("\n")[2]),
     "pid of nobody": replace_text('"ended"', '"began"'),
     "pid as text": replace_text('"pid": ', '"pid": "1", "p": '),
@@ -127,6 +134,7 @@ CASES: list[tuple[str, tuple[str, ...], dict[str, tuple[int, str]]]] = [
         (*UNREADABLE, *LINKS, "a terabyte", "an object", "missing"),
         dict.fromkeys((LIST, REPORT, LOGS, PRIVACY), (0, SKIPPED)) | {RESUME: (4, SKIPPED)},
     ),
+    (MANIFEST, ("of another run",), {LIST: (0, SKIPPED), REPORT: (0, SKIPPED), RESUME: (4, SKIPPED)}),
     (MANIFEST, ("newer",), {LIST: (0, f"{SKIPPED}{{}} was written by a newer csdctl"), REPORT: (0, UPDATE)}),
     (EVENTS, ("a directory", "a pipe", "a terabyte"), {LIST: (0, SKIPPED), REPORT: (2, "cannot read {}")}),
     (EVENTS, ("a dangling link", "a link to itself"), {LIST: (0, SKIPPED), REPORT: (0, SKIPPED)}),
@@ -145,9 +153,12 @@ CASES: list[tuple[str, tuple[str, ...], dict[str, tuple[int, str]]]] = [
     (f"runs/{OLD}/events.jsonl", ("empty", "NULs"), {LIST: (0, "events lost")}),
     *(
         (f"runs/{OLD}/{name}", damages, {f"report {OLD}": said})
-        for name in ("model.keras", "best.keras")
+        for name, other in (("model.keras", "of other weights"), ("best.keras", "a model of another run"))
         for damages, said in (
-            ((*UNREADABLE, "a flipped bit", "missing"), (0, f"{name} is missing or damaged")),
+            (
+                (*UNREADABLE, "a flipped bit", "missing", other),
+                (0, f"{name} is missing, damaged or another one"),
+            ),
             (LINKS, (2, "{} is a symbolic link")),
         )
     ),
@@ -168,6 +179,7 @@ CASES: list[tuple[str, tuple[str, ...], dict[str, tuple[int, str]]]] = [
     ("runs", ("missing",), {LIST: (0, "no runs yet"), REPORT: (2, "no runs in {}")}),
     ("", ("a file", "a dangling link"), dict.fromkeys((LIST, REPORT, TRAIN), (2, ".csdctl, where"))),
     ("ledger.jsonl", ("missing",), {PRIVACY: (0, "{} is missing: what left")}),
+    ("ledger.jsonl", ("a line less", "a digit more"), {PRIVACY: (0, "{}: lines are lost, repeated")}),
     ("ledger.jsonl", ("cut", "cut at its end", "NULs", "bytes"), {PRIVACY: (0, "{}: lines that cannot be")}),
     (
         "ledger.jsonl",
@@ -178,6 +190,9 @@ CASES: list[tuple[str, tuple[str, ...], dict[str, tuple[int, str]]]] = [
     ("plans/job.yaml", ("newer plan",), {TRAIN: (2, "{} was written by a newer csdctl")}),
     ("plans", ("a file",), {TRAIN: (2, "plans/job.yaml: not a directory")}),
     ("failed.json", (*UNREADABLE, "an object"), {FAILED_FROM: (2, "failed.json")}),
+    ("failed.json", ("with an unknown node",), {FAILED_FROM: (2, "failed.json lists csd9, which")}),
+    (f"runs/{NEW}/logs/rank-0.log", ("a directory", "a pipe"), {LOGS: (0, "cannot read {}: it is")}),
+    ("runs", ("with a name in Latin-1",), dict.fromkeys((LIST, REPORT), (0, r"csdctl runs rm $'2026\xff'"))),
 ]
 
 

@@ -152,6 +152,17 @@ class TestEvents:
             list(read())
             assert events.num_breaks == num_breaks
 
+    def test_events_that_were_gone_when_a_run_was_resumed_are_told(self, run: RunDirectory) -> None:
+        write_events(run, EVENTS)
+        run.kept_step_file.touch()
+        run.events.unlink()
+        log = EventLog(run, is_begun=run.has_state())
+        log.append(1.0, EVENTS[0])
+        log.close()
+        events = run.read_events(NODES)
+        assert list(events) == EVENTS[:1]
+        assert events.num_breaks == 1
+
     def test_events_of_another_run_are_told(self, run: RunDirectory, tmp_path: Path) -> None:
         write_events(run, EVENTS)
         renamed = RunDirectory(run.path.rename(tmp_path / "another"))

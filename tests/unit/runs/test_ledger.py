@@ -1,7 +1,11 @@
 """The ledger: bytes sent by commands, one line for each link and traffic class."""
 
+import errno
+import fcntl
 import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -45,6 +49,31 @@ def test_line_that_was_cut_is_said_and_costs_no_other(tmp_path: Path, num_cut: i
     assert found == ([1, 2, 3, 4] if num_cut == 1 else [1, 3, 4])
     damaged = f"warning: {path}: lines that cannot be read: 1, the last is line 2"
     assert [line.partition(";")[0] for line in said] == [damaged] * (num_cut > 1)
+
+
+def test_commands_that_end_at_once_leave_one_chain_of_lines(tmp_path: Path) -> None:
+    path, said = tmp_path / "ledger.jsonl", list[str]()
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(partial(save, path), range(1, 101)))
+    assert sorted(entry.num_bytes for entry in read_ledger(path, said.append)) == [*range(1, 101)]
+    assert not said
+
+
+def test_file_system_without_locks_has_lines_without_checksums(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(file: object, operation: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    path, said = tmp_path / "ledger.jsonl", list[str]()
+    save(path, 1)
+    with monkeypatch.context() as patched:
+        patched.setattr(fcntl, "flock", refuse)
+        save(path, 2)
+    save(path, 3)
+    assert [entry.num_bytes for entry in read_ledger(path, said.append)] == [1, 2, 3]
+    assert not said
+    assert [b'"check"' in line for line in path.read_bytes().splitlines()] == [True, False, True]
 
 
 @pytest.mark.parametrize("put", [Path.mkdir, os.mkfifo], ids=["directory", "pipe"])

@@ -19,11 +19,8 @@ CANARY = 987_654
 """A label that no output of the model is for: TensorFlow names the labels of such a batch."""
 
 
-@pytest.mark.first(1)
-@pytest.mark.parametrize("is_private", [True, False])
-def test_only_the_type_of_an_unforeseen_error_leaves_a_rank_with_private_data(
-    tmp_path: Path, *, is_private: bool
-) -> None:
+def run_rank(tmp_path: Path, *, is_private: bool) -> tuple[Failed, str]:
+    """Run a rank whose labels its model has no output for. Return its failure, and all that it printed."""
     layers = [keras().Input((4,)), keras().layers.Dense(3, activation="softmax")]
     files = carry(keras().Sequential(layers), tmp_path)
     np.save(tmp_path / "images.npy", np.zeros((8, 4), np.float32))
@@ -47,7 +44,15 @@ def test_only_the_type_of_an_unforeseen_error_leaves_a_rank_with_private_data(
     output = done.stdout + done.stderr
     assert done.returncode == 1, output
     events = [event for line in done.stdout.splitlines() if (event := event_from_line(line))]
-    failed = next(event for event in events if isinstance(event, Failed))
+    return next(event for event in events if isinstance(event, Failed)), output
+
+
+@pytest.mark.first(1)
+@pytest.mark.parametrize("is_private", [True, False])
+def test_only_the_type_of_an_unforeseen_error_leaves_a_rank_with_private_data(
+    tmp_path: Path, *, is_private: bool
+) -> None:
+    failed, output = run_rank(tmp_path, is_private=is_private)
     log = tmp_path / ".csdctl/logs/a-run-rank-0.log"
     if not is_private:
         assert str(CANARY) in output  # otherwise this test would show nothing
@@ -58,3 +63,14 @@ def test_only_the_type_of_an_unforeseen_error_leaves_a_rank_with_private_data(
     assert failed.remedy == "see .csdctl/logs/a-run-rank-0.log on that node"
     assert str(CANARY) in log.read_text()
     assert log.stat().st_mode & 0o077 == 0
+
+
+def test_rank_whose_log_cannot_be_written_says_why(tmp_path: Path) -> None:
+    (tmp_path / ".csdctl").mkdir()
+    (tmp_path / ".csdctl" / "logs").touch()
+    failed, output = run_rank(tmp_path, is_private=True)
+    assert (failed.message, failed.remedy) == (
+        "cannot access .csdctl/logs: file exists",
+        "move away what is in its place",
+    )
+    assert str(CANARY) not in output

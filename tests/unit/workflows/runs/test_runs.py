@@ -24,6 +24,7 @@ from csdctl.runs.directory import EventLog, ProjectDirectory, RunDirectory
 from csdctl.runs.stored_events import EVENTS_LOST
 from csdctl.terminal.streams import Streams
 from csdctl.worker.protocol.events import EpochEnd, Event, Finished, Progress
+from csdctl.worker.protocol.json_codec import add_check, remove_check
 from csdctl.worker.protocol.processes import load_stat
 from csdctl.workflows.reporting.report import report
 from csdctl.workflows.runs.manage import (
@@ -121,15 +122,18 @@ class TestList:
                 project.statuses.write_bytes(kept)
             assert list_runs(project, print) == first
         text = project.statuses.read_text()
-        project.statuses.write_text(text.replace('"version": 1', '"version": 2'))
-        assert list_runs(project, print) == first
-        assert project.statuses.read_text() == text
-        project.statuses.write_text(text.replace('"completed"', '"failed"', 1))
+        is_another = text.replace('"completed"', '"failed"', 1).encode()
+        of_another_version = text.replace('"version":1', '"version":2').encode()
+        for changed in (is_another, add_check(remove_check(of_another_version))[0]):
+            project.statuses.write_bytes(changed)
+            assert list_runs(project, print) == first
+            assert project.statuses.read_text() == text
+        project.statuses.write_bytes(add_check(remove_check(is_another))[0])
         assert [run.state for run in list_runs(project, print)] == ["failed", "interrupted", "interrupted"]
         write_events(runs[0], [PROGRESS], 1_700_000_100)
         remove_runs(project, [runs[1].run_id], lambda _: None)
         assert [run.state for run in list_runs(project, print)] == ["completed", "interrupted"]
-        assert [*json.loads(project.statuses.read_text())] == [runs[0].run_id, runs[2].run_id]
+        assert [*json.loads(project.statuses.read_text())] == [runs[0].run_id, runs[2].run_id, "check"]
 
     @pytest.mark.fault(26)
     def test_directory_that_cannot_be_written_to_is_listed(self, project: ProjectDirectory) -> None:
