@@ -195,17 +195,26 @@ class Balancer:
         return replace(trial, batch_sizes=sizes, outcome=COMPARED, gain=gain)
 
     def _compare(self, trial: Change) -> Change | None:
-        """Return the outcome of a trial after as many steps with the batch sizes before. None: it goes on."""
+        """Return the outcome of a trial, by steps with the batch sizes before once more. None: it goes on.
+
+        These are at most as many as the trial had: fewer, if the difference is certain.
+        """
         (_, tried), again = self._tried, self._durations
-        if len(again) < len(tried):
+        if len(again) < MIN_STEPS:
             return None
         before = self._before[1][-len(tried) :]
         tried_s, before_s, again_s = map(mean_without_longest, (tried, before, again))
-        gain = 1 - tried_s / max(again_s, (before_s + again_s) / 2)
-        cautious_gain = 1 - tried_s / min(again_s, (before_s + again_s) / 2)
-        error = math.hypot(*map(standard_error, (tried, before, again)))
-        is_shorter = cautious_gain > LIKELY * error
-        return self._keep(trial, cautious_gain) if is_shorter else self._take_back(trial, gain)
+        of_tried, of_before, of_again = map(standard_error, (tried, before, again))
+        # By the second, the speed of the machine may change steadily.
+        references = (again_s, of_again), ((before_s + again_s) / 2, math.hypot(of_before, of_again) / 2)
+        gains = [1 - tried_s / reference_s for reference_s, _ in references]
+        errors = [math.hypot(of_tried, error) for _, error in references]
+        is_over = len(again) >= len(tried)
+        needed = LIKELY if is_over else CERTAIN
+        if all(gain > needed * error for gain, error in zip(gains, errors, strict=True)):
+            return self._keep(trial, min(gains))
+        is_longer = all(gain < -LIKELY * error for gain, error in zip(gains, errors, strict=True))
+        return self._take_back(trial, max(gains)) if is_over or is_longer else None
 
     def _keep(self, trial: Change, gain: float) -> Change:
         self._failed.clear()
