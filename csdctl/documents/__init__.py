@@ -160,15 +160,10 @@ def open_log(path: Path, say: Say = lambda line: None, *, is_shared: bool = Fals
 def append_lines(path: Path, lines: bytes, say: Say = lambda line: None, *, is_synced: bool = True) -> None:
     """Append whole lines in one write. Raises OSError, and what `open_log` raises."""
     with open_log(path, say) as file:
-        write_lines(file, path, lines, is_synced=is_synced)
-
-
-def write_lines(file: BinaryIO, path: Path, lines: bytes, *, is_synced: bool = True) -> None:
-    """Write whole lines to `path`, which `open_log` has opened. Raises OSError."""
-    if file.write(lines) != len(lines):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-    if is_synced:
-        os.fsync(file.fileno())
+        if file.write(lines) != len(lines):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        if is_synced:
+            os.fsync(file.fileno())
 
 
 def load_json(path: Path, *, remedy: str = AGAIN) -> Any:
@@ -270,12 +265,11 @@ def check_fields(options: Any) -> None:
 def load_kept(path: Path, expected: type[ValueT]) -> ValueT | None:
     """Return what csdctl keeps at `path` to save work. None where it is missing, or not as `expected`."""
     try:
-        content = load_text(path, max_bytes=MAX_JSON_BYTES).encode()
-        if not is_unchanged(content):
+        text = load_text(path, max_bytes=MAX_JSON_BYTES)
+        if not is_unchanged(text.encode()):
             return None
-        return check_values(
-            parse_json_document(remove_check(content).decode(), str(path)), expected, str(path)
-        )
+        document = parse_json_document(remove_check(text.encode()).decode(), str(path))
+        return check_values(document, expected, str(path))
     except InputError:
         return None
 

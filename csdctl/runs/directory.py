@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from csdctl.documents import check_values, load_json, open_log, save_json
+from csdctl.documents import check_values, load_json, load_kept, open_log, save_json
 from csdctl.errors import InputError
 from csdctl.notify import Say, make_printable
 from csdctl.placement.equation1 import Placed
@@ -26,10 +26,10 @@ from csdctl.runs.stored_events import StoredEvents, find_last_check, first_check
 from csdctl.tuning.plan import DATA_PARALLEL, UPDATE, Plan, check_schema
 from csdctl.worker.protocol.disk_errors import DAMAGED_ARCHIVE
 from csdctl.worker.protocol.durable_files import make_directory, replacing
-from csdctl.worker.protocol.events import Event, Progress, WaitingFor, event_document
+from csdctl.worker.protocol.events import Event, Progress, WaitingFor, describe_model, event_document
 from csdctl.worker.protocol.json_codec import add_check
 from csdctl.worker.protocol.recipe import Noise
-from csdctl.worker.protocol.run_spec import BEST_MODEL, LAST_MODEL, MODEL_COMMENT, step_file_in_memory
+from csdctl.worker.protocol.run_spec import BEST_MODEL, LAST_MODEL, step_file_in_memory
 
 MAX_SAMPLES = 10**15
 NEW_RUN = "start a new run"
@@ -274,11 +274,8 @@ class RunDirectory:
 
     def first_id(self) -> str:
         """Return the run's id when it began, which its files have: the directory may be renamed since."""
-        with contextlib.suppress(InputError):
-            content = load_json(self.spec)
-            if isinstance(content, dict) and isinstance(content.get("run_id"), str):
-                return str(content["run_id"])
-        return self.run_id
+        run_id = (load_kept(self.spec, dict[str, Any]) or {}).get("run_id")
+        return run_id if isinstance(run_id, str) else self.run_id
 
     def load_manifest(self) -> dict[str, Any]:
         """Return all of manifest.json, to write it again. Raises what `read_manifest` raises."""
@@ -300,7 +297,7 @@ def has_model(path: Path, weights_hash: str = "") -> bool:
         if path.is_file():
             with zipfile.ZipFile(path) as archive:
                 run_id = RunDirectory(path.parent).first_id() if archive.comment else ""
-                expected = os.fsencode(MODEL_COMMENT.format(run_id=run_id, weights_hash=weights_hash))
+                expected = os.fsencode(describe_model(run_id, weights_hash))
                 is_of_run = not archive.comment or archive.comment.startswith(expected)
                 return is_of_run and archive.testzip() is None  # reads all of it
     return path.with_suffix(".weights.h5").is_file()
@@ -394,16 +391,11 @@ class EventLog:
     Once it has `max_bytes`, it leaves out frequent events of ranks other than 0, and their logs say so.
     """
 
-    def __init__(
-        self,
-        run: RunDirectory,
-        max_bytes: int = 1 << 30,
-        say: Say = lambda line: None,
-        *,
-        is_begun: bool = False,
-    ) -> None:
+    max_bytes = 1 << 30
+
+    def __init__(self, run: RunDirectory, say: Say = lambda line: None, *, is_begun: bool = False) -> None:
         """`say` tells of a last line that was cut. `is_begun`: the log of this run cannot be empty."""
-        self._run, self._max_bytes = run, max_bytes
+        self._run = run
         self._file = open_log(run.events, say)
         self._num_bytes = os.fstat(self._file.fileno()).st_size
         # With another first number, a reader notices that events are gone.
@@ -416,11 +408,11 @@ class EventLog:
 
     def append(self, time_s: float, event: Event) -> None:
         """Write one event. `time_s` is Unix time."""
-        if self._num_bytes >= self._max_bytes and event.rank != 0 and isinstance(event, FREQUENT):
+        if self._num_bytes >= self.max_bytes and event.rank != 0 and isinstance(event, FREQUENT):
             if event.rank not in self._limited:
                 self._limited.add(event.rank)
                 log = CappedLog(self._run.rank_log(event.rank), event.node)
-                size = f"{self._run.events.name} has {self._max_bytes >> 20} MiB"
+                size = f"{self._run.events.name} has {self.max_bytes >> 20} MiB"
                 log.write(f"… progress of {event.node} is no longer stored: {size}".encode())
                 log.close()
             return

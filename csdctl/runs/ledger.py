@@ -14,23 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from csdctl.documents import append_lines, open_log, write_lines
+from csdctl.documents import append_lines, open_log
 from csdctl.errors import InputError
 from csdctl.notify import Say, warn
 from csdctl.runs.directory import ProjectDirectory, RunDirectory
 from csdctl.runs.stored_events import ChainedLines, find_last_check, read_lines
+from csdctl.worker.protocol import json_codec
 from csdctl.worker.protocol.disk_errors import describe_os_error
-from csdctl.worker.protocol.json_codec import (
-    Between,
-    Count,
-    ProtocolError,
-    Seconds,
-    ShortText,
-    add_check,
-    from_json,
-    remove_check,
-    to_json,
-)
+from csdctl.worker.protocol.json_codec import Between, Count, ProtocolError, Seconds, ShortText, from_json
 
 MEASURED, STATED = "measured", "stated"
 
@@ -85,14 +76,14 @@ class Ledger:
 
 def _append(path: Path, entries: Sequence[LedgerEntry], say: Say) -> None:
     """Append lines with a chain of checksums: lines that are lost or changed later are noticed."""
-    lines = [to_json(entry).encode() for entry in entries]
+    lines = [json_codec.to_json(entry).encode() for entry in entries]
     with open_log(path, say, is_shared=True) as file:
         check = find_last_check(file)
         with contextlib.suppress(OSError):  # without a lock, others may append now: lines have no checksums
             fcntl.flock(file, fcntl.LOCK_EX)
             for place, line in enumerate(lines):
-                lines[place], check = add_check(line, check)
-        write_lines(file, path, b"".join(line + b"\n" for line in lines))
+                lines[place], check = json_codec.add_check(line, check)
+        append_lines(path, b"".join(line + b"\n" for line in lines))
 
 
 def record_traffic(directory: Path, command: str) -> Callable[[Mapping[tuple[str, str, str], int]], None]:
@@ -107,7 +98,7 @@ def read_ledger(path: Path, say: Say = lambda line: None) -> Iterator[LedgerEntr
     try:
         for number, line in enumerate(lines, 1):
             try:
-                yield from_json(LedgerEntry, remove_check(line).decode(errors="replace"))
+                yield from_json(LedgerEntry, json_codec.remove_check(line).decode(errors="replace"))
             except ProtocolError:
                 num_damaged += 1
                 problem = f"{path}: lines that cannot be read: {num_damaged:,}, the last is line {number:,}"

@@ -22,7 +22,7 @@ import yaml
 
 from csdctl.fleet.facts import load_facts
 from csdctl.fleet.fleet_file import load_fleet
-from csdctl.worker.protocol.run_spec import MODEL_COMMENT
+from csdctl.worker.protocol.events import describe_model
 from tests.emulated.running import document, emulated, home_of, refuse, state_of, succeed
 from tests.emulated.small_jobs import ALL_DATA, pausing_layer, small_job
 from tests.emulated.training import (
@@ -133,8 +133,7 @@ def test_all_ranks_hold_identical_weights_at_every_epochs_end(project: Path) -> 
     assert not report["missing_models"]
     (weights_hash,) = {digest for _, digest in hashes[report["epochs"]]}
     with zipfile.ZipFile(run / "model.keras") as archive:
-        comment = MODEL_COMMENT.format(run_id=run.name, weights_hash=weights_hash)
-        assert archive.comment.decode() == comment
+        assert archive.comment.decode() == describe_model(run.name, weights_hash)
 
 
 def test_predictions_are_those_of_one_process_and_an_absent_node_lacks_its_rows_alone(project: Path) -> None:

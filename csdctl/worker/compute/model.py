@@ -307,10 +307,7 @@ def load_weights(path: Path) -> list[Any]:
 
 
 def save_model(model: Any, path: Path, comment: str = "") -> Path:
-    """Save `model` to `path`, or its weights beside it if Keras cannot save its class. Return the path.
-
-    `comment`: of the archive.
-    """
+    """Save `model` to `path` with `comment`, or its weights beside it if Keras cannot. Return the path."""
     try:
         with replacing_by_name(path) as partial:
             model.save(partial)

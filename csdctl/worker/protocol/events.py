@@ -257,6 +257,11 @@ class Finished(Event):
     """Why the rank finished before the last epoch: EARLY_STOPPING, STOPPED, …; '' after the last."""
 
 
+def describe_model(run_id: str, weights_hash: str) -> str:
+    """Return the comment of the archive of a saved model. `weights_hash`: as in `Finished`."""
+    return f"run {run_id}, weights {weights_hash}"
+
+
 @dataclass(frozen=True)
 class Failed(Event):
     """The rank exits with an error. `message` and `remedy` are for people."""

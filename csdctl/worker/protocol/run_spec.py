@@ -33,8 +33,6 @@ GROWTH_LIMIT = 2
 """A rank whose memory was not measured gets at most this many times its planned batch size."""
 LAST_MODEL, BEST_MODEL = "model.keras", "best.keras"
 """Models that a run saves in its directory."""
-MODEL_COMMENT = "run {run_id}, weights {weights_hash}"
-"""Comment of the archive of a saved model."""
 COPIES = ".csdctl/copies"
 """On every other server, below its home: a project directory with the runs that it can take over."""
 

@@ -27,18 +27,11 @@ from csdctl.worker.engine.step import StepEngine, StepInfo, load_compiled, load_
 from csdctl.worker.group.communicator import Communicator
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.datasets import DatasetInfo
-from csdctl.worker.protocol.events import Joined, Misbehaved
+from csdctl.worker.protocol.events import Joined, Misbehaved, describe_model
 from csdctl.worker.protocol.json_codec import ProtocolError, Sha256, from_dict
 from csdctl.worker.protocol.orders import Begin, OpenHub, Order, Ping, Probe, Stop, TakeSteps, order_from_line
 from csdctl.worker.protocol.recipe import BF16
-from csdctl.worker.protocol.run_spec import (
-    ELEMENT_SPEC,
-    GROWTH_LIMIT,
-    MODEL_COMMENT,
-    CompiledStep,
-    RankSpec,
-    RunSpec,
-)
+from csdctl.worker.protocol.run_spec import ELEMENT_SPEC, GROWTH_LIMIT, CompiledStep, RankSpec, RunSpec
 from csdctl.worker.tasks.progress import Position, Reporter, RunProgress, hash_state, pack
 
 ORPHAN_S = 600.0
@@ -330,8 +323,7 @@ class ModelTask(Task):
         """
         step = self.step
         values = [*step.averaged_values(), *step.rates]
-        weights_hash = hash_arrays(self.summed.weights)
-        comment = MODEL_COMMENT.format(run_id=self.spec.run_id, weights_hash=weights_hash)
+        comment = describe_model(self.spec.run_id, hash_arrays(self.summed.weights))
         template, places = self._template(step.info)
         if places:
             return save_like(template, places, values, path, comment)

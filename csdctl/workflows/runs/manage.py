@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TextIO, TypeVar
 
-from csdctl.documents import load_json, load_kept, load_text, open_regular, save_kept
+from csdctl.documents import load_json, load_kept, load_text, save_kept
 from csdctl.errors import CsdctlError, DeadlineError, ExitCode, InputError, RunError
 from csdctl.launch.leftovers import is_elsewhere, is_gone, is_held, read_holder, show_holder
 from csdctl.notify import DATED, DETACHED, Say, shorten, warn
@@ -279,24 +279,18 @@ def find_logs(run: RunDirectory, which: str | None) -> list[Path]:
         names = [f"rank-{number}" for number, _ in enumerate(run.logs.glob("rank-*.log"))]
     check_directory(run.logs)
     logs = {OWN: run.own_log, **{node: run.rank_log(number) for number, node in enumerate(names)}}
-    logs = {name: path for name, path in logs.items() if os.path.lexists(path)}
-    if which is not None:
-        name = names[int(which)] if which.isdecimal() and int(which) < len(names) else which
-        if name not in logs:
-            raise InputError(
-                f"run {run.run_id} has no log {which!r}", remedy=f"it has: {', '.join(logs) or 'none'}"
-            )
-        logs = {name: logs[name]}
-    readable = []
     for path in logs.values():
-        try:
-            open_regular(path).close()
-            readable.append(path)
-        except InputError as error:
-            if which is not None:
-                raise
-            warn(f"warning: {error.message}")  # one unreadable log hides no other
-    return readable
+        if os.path.lexists(path) and not path.is_file():
+            warn(f"warning: {path} is not a file")
+    logs = {name: path for name, path in logs.items() if path.is_file()}
+    if which is None:
+        return list(logs.values())
+    name = names[int(which)] if which.isdecimal() and int(which) < len(names) else which
+    if name not in logs:
+        raise InputError(
+            f"run {run.run_id} has no log {which!r}", remedy=f"it has: {', '.join(logs) or 'none'}"
+        )
+    return [logs[name]]
 
 
 def print_logs(run: RunDirectory, paths: Sequence[Path], num_lines: int, *, is_following: bool) -> None:

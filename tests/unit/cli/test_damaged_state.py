@@ -18,9 +18,8 @@ from csdctl.runs.directory import ProjectDirectory
 from csdctl.runs.ledger import Ledger
 from csdctl.terminal.streams import Streams
 from csdctl.tuning.plan import Plan, save_plan
-from csdctl.worker.protocol.events import CheckpointSaved, EpochEnd, Finished, Progress
+from csdctl.worker.protocol.events import CheckpointSaved, EpochEnd, Finished, Progress, describe_model
 from csdctl.worker.protocol.json_codec import to_json
-from csdctl.worker.protocol.run_spec import MODEL_COMMENT
 from tests.unit.runs.manifests import manifest_of, spec_of, write_events
 
 pytestmark = pytest.mark.fault(36)
@@ -55,7 +54,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for model in (run.model, run.best_model):
             with zipfile.ZipFile(model, "w") as archive:
                 archive.writestr("model.weights.h5", b"weights")
-                archive.comment = MODEL_COMMENT.format(run_id=run_id, weights_hash=END.weights_hash).encode()
+                archive.comment = describe_model(run_id, END.weights_hash).encode()
         state = {"state": "stopped", "error": "interrupted"} if run_id == NEW else {}
         save_json(run.process, describe_holder("train", root) | {"ended": "2026-01-02"} | state)
     for _ in range(3):
@@ -191,7 +190,7 @@ CASES: list[tuple[str, tuple[str, ...], dict[str, tuple[int, str]]]] = [
     ("plans", ("a file",), {TRAIN: (2, "plans/job.yaml: not a directory")}),
     ("failed.json", (*UNREADABLE, "an object"), {FAILED_FROM: (2, "failed.json")}),
     ("failed.json", ("with an unknown node",), {FAILED_FROM: (2, "failed.json lists csd9, which")}),
-    (f"runs/{NEW}/logs/rank-0.log", ("a directory", "a pipe"), {LOGS: (0, "cannot read {}: it is")}),
+    (f"runs/{NEW}/logs/rank-0.log", ("a directory", "a pipe"), {LOGS: (0, "{} is not a file")}),
     ("runs", ("with a name in Latin-1",), dict.fromkeys((LIST, REPORT), (0, r"csdctl runs rm $'2026\xff'"))),
 ]
 

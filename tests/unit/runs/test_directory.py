@@ -176,13 +176,16 @@ class TestEvents:
         assert [event for _, event in events.skim()] == EVENTS
         assert list(events) == [*EVENTS, OF_NODE]
 
-    def test_frequent_events_of_nodes_are_not_stored_in_a_large_file(self, run: RunDirectory) -> None:
+    def test_frequent_events_of_nodes_are_not_stored_in_a_large_file(
+        self, run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(EventLog, "max_bytes", 1 << 20)
         progress = Progress(1, "csd0", 1, 2, 3, 96, 0.5, 0.25, 0.8)
-        log = EventLog(run, max_bytes=1 << 20)
+        log = EventLog(run)
         while run.events.stat().st_size < 1 << 20:
             log.append(1.0, progress)
         log.close()
-        log = EventLog(run, max_bytes=1 << 20)  # of a resumed run
+        log = EventLog(run)  # of a resumed run
         size = run.events.stat().st_size
         for _ in range(3):
             log.append(1.0, progress)
