@@ -18,7 +18,7 @@ Places = Mapping[str, tuple[str, ...]]
 
 
 def save_like(template: str, places: Places, values: Sequence[Array], path: Path, comment: str = "") -> Path:
-    """Write `path`, or a .weights.h5 beside it: `template` with other values, and `comment`. Raises OSError."""
+    """Write `path`, or .weights.h5 beside it: `template` with other values and `comment`. Raises OSError."""
     if template.endswith(".h5"):
         path = path.with_suffix(".weights.h5")
     with replacing_by_name(path) as partial:
