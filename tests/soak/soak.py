@@ -554,6 +554,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="faults whose names have this")
     parser.add_argument("--keep", type=Path, help="directory for what a soak with problems has left")
     arguments = parser.parse_args()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs in the background of a shell ignore it
     if ctypes.CDLL(None).unshare(CLONE_NEWNS):
         parser.error("needs root, for a mount namespace of its own")
     subprocess.run(["mount", "--make-rprivate", "/"], check=True)
