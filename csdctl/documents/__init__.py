@@ -265,10 +265,10 @@ def check_fields(options: Any) -> None:
 def load_kept(path: Path, expected: type[ValueT]) -> ValueT | None:
     """Return what csdctl keeps at `path` to save work. None where it is missing, or not as `expected`."""
     try:
-        text = load_text(path, max_bytes=MAX_JSON_BYTES)
-        if not is_unchanged(text.encode()):
+        content = load_text(path, max_bytes=MAX_JSON_BYTES).encode()
+        if not is_unchanged(content):
             return None
-        document = parse_json_document(remove_check(text.encode()).decode(), str(path))
+        document = parse_json_document(remove_check(content).decode(), str(path))
         return check_values(document, expected, str(path))
     except InputError:
         return None

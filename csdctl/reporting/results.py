@@ -133,7 +133,7 @@ class RunSummary:
     num_breaks: int = 0
     """Places in the stored events where lines are lost, repeated, moved, changed or of another run."""
     missing_models: tuple[str, ...] = ()
-    """Models that the run saved and that are missing, damaged or others, in a report: by file."""
+    """Files of saved models that are missing, damaged, or of another run or other weights, in a report."""
     reason: str = ""
     """Why it ended before its last epoch: 'early stopping', 'max steps' or 'asked to stop'."""
 
@@ -341,7 +341,7 @@ def read_results(run: RunDirectory) -> RunResults:
 
 
 def find_missing_models(run: RunDirectory, summary: RunSummary) -> tuple[str, ...]:
-    """Return the models that a run has saved and that are missing, damaged or others. Reads all of them."""
+    """Return the files of saved models that are missing, damaged, or of another run. Reads all of them."""
     saved = {BEST_MODEL: ""} if summary.best_epoch else {}
     saved |= {LAST_MODEL: summary.weights_hash} if summary.state == COMPLETED else {}
     return tuple(name for name, weights in saved.items() if not has_model(run.path / name, weights))

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from csdctl.worker.protocol.events import KEPT, TAKEN_BACK, TRIED
+from csdctl.worker.protocol.events import COMPARED, KEPT, TAKEN_BACK, TRIED
 from csdctl.worker.tasks.balancer import MAX_STEPS, MIN_STEPS, Balancer, Change, apportion_above
 
 Sizes = dict[int, int]
@@ -116,6 +116,22 @@ def test_wrong_batch_sizes_are_corrected_within_thirty_steps_at_every_length(
     after, _, changes = run(sizes, Ranks(speeds, 0.02), 30, Balancer({}))
     assert KEPT in [change.outcome for change in changes]
     assert step_s(ideal, speeds) / step_s(after, speeds) >= 0.95
+
+
+def test_comparison_ends_once_the_difference_is_certain() -> None:
+    """Its steps have the batch sizes that are wrong."""
+    ranks, sizes = Ranks({0: 3000, 1: 3000}, noise=0.08), {0: 75, 1: 45}
+    balancer, lengths, previous = Balancer({0: 1000, 1: 1000}), dict[str, int](), 0.0
+    begun = 0
+    for step in range(200):
+        times, duration = ranks(sizes)
+        balancer.observe(times, previous)
+        previous = duration
+        if change := balancer.decide(sizes):
+            lengths.setdefault(change.outcome, step - begun)
+            sizes, begun = change.batch_sizes, step
+    assert lengths[COMPARED] > 2 * lengths[KEPT]
+    assert abs(sizes[0] - sizes[1]) < 15
 
 
 def test_change_that_makes_steps_longer_is_taken_back_and_not_tried_again() -> None:
