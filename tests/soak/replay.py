@@ -5,7 +5,7 @@
 The event log says who took part in which steps. Each step is taken with these ranks: their vectors are added
 as the hub adds them, nodes in order, then the host. Every hash of weights that the run has reported, at the
 end of each epoch and of the run, must come out, bit by bit. PLACES.json has the working directory of each
-rank by its number: their data lies there.
+rank by its number: their data lies there. Ranks whose model is split exchange its activations in queues.
 """
 
 import contextlib
@@ -15,11 +15,14 @@ import multiprocessing
 import os
 import sys
 import tempfile
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+
+import numpy as np
 
 from csdctl.worker.data.arrays import Array, hash_arrays
 from csdctl.worker.data.schedule import Share, Span
@@ -27,20 +30,24 @@ from csdctl.worker.engine.layout import Sums
 from csdctl.worker.protocol.json_codec import from_json
 from csdctl.worker.protocol.run_spec import RunSpec
 from csdctl.worker.tasks.progress import Position, Reporter, RunProgress
+from csdctl.worker.tasks.split import Split
 from csdctl.worker.tasks.task import TaskContext
 from csdctl.worker.tasks.train import Train
 
 Key = tuple[int, int]
 """Steps of the run so far, and the epoch."""
+Queues = Sequence[Any]
+"""By rank, a queue of senders and what they send to it."""
+SPAWN = multiprocessing.get_context("spawn")
 
 
 class ReplayedRank:
     """One rank, in a process of its own: threads are those of the process in TensorFlow."""
 
-    def __init__(self, spec: RunSpec, rank: int, place: Path) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._connection, theirs = context.Pipe()
-        self.process = context.Process(target=serve, args=(theirs, spec, rank, place), daemon=True)
+    def __init__(self, spec: RunSpec, rank: int, place: Path, queues: Queues) -> None:
+        self._connection, theirs = SPAWN.Pipe()
+        arguments = theirs, spec, rank, place, queues
+        self.process = SPAWN.Process(target=serve, args=arguments, daemon=True)
         self.process.start()
 
     def send(self, name: str, *arguments: Any) -> None:
@@ -57,15 +64,35 @@ class ReplayedRank:
         return self.receive()
 
 
+class Links:
+    """The part of a communicator that ranks with a split model use."""
+
+    def __init__(self, rank: int, queues: Queues) -> None:
+        self._rank, self._queues = rank, queues
+        self._arrived: dict[int, list[bytes]] = defaultdict(list)
+
+    def send(self, rank: int, content: Any, traffic_class: str) -> None:
+        """Send bytes to a rank."""
+        self._queues[rank].put((self._rank, bytes(content)))
+
+    def receive(self, rank: int, max_bytes: int, traffic_class: str) -> bytes:
+        """Return the next bytes from a rank."""
+        while not self._arrived[rank]:
+            sender, content = self._queues[self._rank].get()
+            self._arrived[sender].append(content)
+        return self._arrived[rank].pop(0)
+
+
 class RankServer:
     """The part of `ReplayedRank` in its process."""
 
-    def __init__(self, spec: RunSpec, rank: int) -> None:
+    def __init__(self, spec: RunSpec, rank: int, queues: Queues) -> None:
         self.progress, me = RunProgress(spec), spec.ranks[rank]
         orders: Any = SimpleNamespace(is_stopping=False)
         context = TaskContext(spec, me, self.progress, Reporter(me, lambda line: None), orders)
-        self.task: Any = Train(context)
+        self.task: Any = (Split if spec.split else Train)(context)
         self.task.load()
+        self._links: Any = Links(rank, queues)
         self._epoch = 0
 
     def _set_epoch(self, epoch: int) -> None:
@@ -86,8 +113,17 @@ class RankServer:
         batch = self.task.reader.read(share, packed)
         copies = self.task.reader.private_copies(share) if step.has_noise else None
         self._set_step(position)
-        vector: Array = step.local(*batch, private_copies=copies)
+        if not self._is_split(position):
+            vector: Array = step.local(*batch, private_copies=copies)
+            return vector
+        vector = np.zeros(self.task.summed.layout.step_size, np.float32)
+        ranks = [share.rank for share in self.progress.segment.shares]
+        self.task.exchange(self._links, batch, ranks, self.progress.step_samples, vector)
         return vector
+
+    def _is_split(self, position: Position) -> bool:
+        """Whether this step is taken in two parts. Rank 0 alone takes those of the whole model."""
+        return bool(self.task.spec.split and position.segment and len(position.segment.shares) > 1)
 
     def _set_step(self, position: Position) -> None:
         self.progress.position = position
@@ -96,26 +132,31 @@ class RankServer:
     def apply(self, position: Position, total: Array) -> Sums:
         """Apply the sum of a step."""
         self._set_step(position)
-        sums: Sums = self.task.step.apply(total)
+        engine = self.task.summed if self._is_split(position) else self.task.step
+        sums: Sums = engine.apply(total)
         return sums
 
     def values(self) -> list[Array]:
         """Return the state."""
         return [*self.task.step.values]
 
+    def shared_values(self) -> list[Array]:
+        """Return the part of the state that all ranks have."""
+        return [*self.task.values]
+
     def take(self, values: list[Array]) -> None:
         """Take over a state."""
         self.task.step.values = values
 
     def hash(self) -> str:
-        """Return the hash of the weights."""
-        return hash_arrays(self.task.step.weights)
+        """Return the hash of the weights that all ranks have."""
+        return hash_arrays(self.task.summed.weights)
 
 
-def serve(connection: Any, spec: RunSpec, rank: int, place: Path) -> None:
+def serve(connection: Any, spec: RunSpec, rank: int, place: Path, queues: Queues) -> None:
     """Answer calls until the other end is closed."""
     os.chdir(place)
-    server = RankServer(spec, rank)
+    server = RankServer(spec, rank, queues)
     with contextlib.suppress(EOFError):
         while True:
             name, arguments = connection.recv()
@@ -140,10 +181,13 @@ class Replay:
         alone = replace(spec, is_balanced=False, **without_state)
         self.progress = RunProgress(alone)
         self.num_compared = self.num_steps = 0
-        self.ranks = [ReplayedRank(alone, me.rank, places[me.rank]) for me in alone.ranks]
+        self._queues = [SPAWN.Queue() for _ in alone.ranks]  # kept: they end with this process
+        self.ranks = [ReplayedRank(alone, me.rank, places[me.rank], self._queues) for me in alone.ranks]
+        self._is_split = spec.split is not None
         self._needed: set[Key] = set()
         """States from which a rank 0 starts again."""
-        self._saved: dict[Key, tuple[list[Array], Position]] = {}
+        self._saved: dict[Key, tuple[list[Array], list[Array], Position]] = {}
+        """The state of rank 0, the part of it that all ranks have, and the position."""
         self._guess: Guess | None = None
         """A loss that was not logged, until a hash shows that it came out."""
         self.members: tuple[int, ...] = ()
@@ -191,7 +235,7 @@ class Replay:
         elif before:
             if key not in self._saved:
                 self._advance(target)
-            is_known = self._saved[key][1].totals.samples == event["epoch_samples"]
+            is_known = self._saved[key][2].totals.samples == event["epoch_samples"]
             if is_known and not (self._guess and self._guess.number == number):
                 self._restore(key)
             else:
@@ -206,9 +250,9 @@ class Replay:
         assert shown == told, f"{event}: came out as {shown}"
 
     def _restore(self, key: Key) -> None:
-        values, self.progress.position = self._saved[key]
+        values, shared, self.progress.position = self._saved[key]
         for rank in self.ranks:
-            rank.call("take", values)
+            rank.call("take", shared if rank is not self.ranks[0] else values)
 
     def _repeat_last_step(self, event: Mapping[str, Any], number: int) -> None:
         """Take the last step before a start without a rank that was lost in it.
@@ -285,17 +329,26 @@ class Replay:
         samples = dict(zip(self.members, progress.step_samples, strict=True))
         # The order in which the hub adds.
         counted = sorted(set(self.members) - {*uncounted}, key=lambda rank: rank or len(self.ranks))
-        for rank in counted:
+        # Rank 0 has computed the head of split models for a rank whose vector does not count.
+        computing = self.members if self._is_split else counted
+        for rank in sorted(computing, reverse=True):
             share = progress.share_of(rank)
             packed = root.call("pack", position, share.reassigned) if rank and share.reassigned else None
             self.ranks[rank].send("local", position, share, packed)
-        first, *others = (self.ranks[rank].receive() for rank in counted)
-        total = first.copy()
-        for vector in others:
-            total += vector
-        for replayed in self.ranks:
+        vectors = {rank: self.ranks[rank].receive() for rank in computing}
+        total = vectors[counted[0]].copy()
+        for rank in counted[1:]:
+            total += vectors[rank]
+        # Alone, rank 0 takes the steps of the whole model, of which the others have only a part.
+        is_alone = self._is_split and len(self.members) == 1
+        applying = [root] if is_alone else self.ranks
+        for replayed in applying:
             replayed.send("apply", position, total)
-        sums, *_ = [replayed.receive() for replayed in self.ranks]
+        sums, *_ = [replayed.receive() for replayed in applying]
+        if is_alone:
+            shared = root.call("shared_values")
+            for replayed in self.ranks[1:]:
+                replayed.call("take", shared)
         progress.end_step(sums, sum(count for rank, count in samples.items() if rank not in uncounted))
         self.num_steps += 1
         self._save()
@@ -309,7 +362,8 @@ class Replay:
     def _save(self) -> None:
         position = self.progress.position
         if (key := (position.total_steps, position.epoch)) in self._needed:
-            self._saved[key] = self.ranks[0].call("values"), position
+            root = self.ranks[0]
+            self._saved[key] = root.call("values"), root.call("shared_values"), position
 
     def _compare(self, event: Mapping[str, Any]) -> None:
         hashes = {rank.call("hash") for rank in self.ranks}

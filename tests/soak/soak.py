@@ -396,8 +396,6 @@ class Soak:
 
     def _judge_weights(self) -> None:
         """A training without faults, with the same members in each step, has the same weights."""
-        if self.outcome.strategy == "split":
-            return  # its steps are not replayed
         places = self.scratch / "places.json"
         places.write_text(json.dumps({rank: str(path) for rank, path in self.places.items()}))
         done = subprocess.run(

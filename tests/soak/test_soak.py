@@ -17,6 +17,7 @@ SEEDS = [("emulated", 11), ("lab", 12)]
 
 @pytest.mark.emulated
 @pytest.mark.lab
+@pytest.mark.timeout(5400)  # the replay takes as many steps as the training
 @pytest.mark.parametrize(("fleet", "seed"), SEEDS)
 def test_run_survives_five_minutes_of_faults(fleet: str, seed: int, tmp_path: Path) -> None:
     require("lab")
