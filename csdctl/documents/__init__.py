@@ -21,10 +21,12 @@ from typing import Any, BinaryIO, NoReturn, TypeVar, cast, get_type_hints
 
 import yaml
 from pydantic import BaseModel, ConfigDict, InstanceOf, TypeAdapter, ValidationError
+from pydantic_core import to_jsonable_python
 
 from csdctl.errors import InputError
 from csdctl.notify import Say
-from csdctl.worker.protocol.durable_files import make_directory, save_bytes, save_text, sync
+from csdctl.worker.protocol.disk_errors import describe_os_error
+from csdctl.worker.protocol.durable_files import make_directory, save_bytes, sync
 from csdctl.worker.protocol.json_codec import add_check, is_unchanged, remove_check
 
 MAX_TEXT_BYTES = 2 << 20
@@ -135,6 +137,7 @@ def open_regular(path: Path, flags: int = os.O_RDONLY, *, is_pipe_allowed: bool 
         remedy = "move it away" if is_of_csdctl else f"name a file in it, such as {path}/FILE"
     except (OSError, ValueError) as error:
         problem = str(error.strerror if isinstance(error, OSError) else error).lower()
+        remedy = (isinstance(error, OSError) and describe_os_error(error, path)[1]) or remedy
     raise InputError(f"cannot {'read' if is_reading else 'write'} {path}: {problem}", remedy=remedy)
 
 
@@ -168,9 +171,10 @@ def append_lines(path: Path, lines: bytes, say: Say = lambda line: None, *, is_s
 
 def load_json(path: Path, *, remedy: str = AGAIN) -> Any:
     """Read a JSON file written by csdctl. Raises InputError when it is missing, damaged or too large."""
-    return parse_json_document(
-        load_text(path, max_bytes=MAX_JSON_BYTES, remedy=remedy), str(path), remedy=remedy
-    )
+    content = load_text(path, max_bytes=MAX_JSON_BYTES, remedy=remedy).removesuffix("\n").encode()
+    if not is_unchanged(content):
+        raise InputError(f"{path} has been changed: its checksum is another one", remedy=remedy)
+    return parse_json_document(remove_check(content).decode(), str(path), remedy=remedy)
 
 
 def parse_json_document(text: str, name: str, *, remedy: str = AGAIN) -> Any:
@@ -199,9 +203,10 @@ def check_output(path: Path, option: str, *, force: bool = True) -> None:
         raise InputError(f"{path} already exists", remedy=f"overwrite it with --force, or change {option}")
 
 
-def save_json(path: Path, content: object) -> None:
-    """Write `content` as indented JSON, so that it survives a power cut. Raises OSError."""
-    save_text(path, json.dumps(content, indent=2, sort_keys=True) + "\n")
+def save_json(path: Path, content: object, indent: int | None = 2) -> None:
+    """Write a dataclass or an object as JSON with a checksum, which a power cut spares. Raises OSError."""
+    document = json.dumps(to_jsonable_python(content), indent=indent, sort_keys=True).encode()
+    save_bytes(path, (add_check(document)[0] if content else document) + b"\n")
 
 
 class Document(BaseModel):
@@ -264,21 +269,9 @@ def check_fields(options: Any) -> None:
 
 def load_kept(path: Path, expected: type[ValueT]) -> ValueT | None:
     """Return what csdctl keeps at `path` to save work. None where it is missing, or not as `expected`."""
-    try:
-        content = load_text(path, max_bytes=MAX_JSON_BYTES).encode()
-        if not is_unchanged(content):
-            return None
-        document = parse_json_document(remove_check(content).decode(), str(path))
-        return check_values(document, expected, str(path))
-    except InputError:
-        return None
-
-
-def save_kept(path: Path, content: ValueT, expected: type[ValueT]) -> None:
-    """Write what `load_kept` reads `as expected`, atomically. If that is not possible, it is not kept."""
-    with contextlib.suppress(OSError):
-        document = json.dumps(_adapter(cast(Hashable, expected)).dump_python(content, mode="json"))
-        save_bytes(path, add_check(document.encode())[0])
+    with contextlib.suppress(InputError):
+        return check_values(load_json(path), expected, str(path))
+    return None
 
 
 def _describe(problem: Any, tree: yaml.Node | None, adapter: TypeAdapter[Any] | None) -> str:

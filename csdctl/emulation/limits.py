@@ -312,12 +312,6 @@ def cgroup_prefix(fleet_id: str) -> str:
     return f"csdctl-{fleet_id}-"
 
 
-def open_cpu_limit(mechanism: str, fleet_id: str, node: str, cpu: float) -> CgroupLimit | DutyCycle:
-    """Limit the descendants of this process by `mechanism` "duty", or "auto": a control group if possible."""
-    cgroup = open_cgroup(cgroup_prefix(fleet_id) + node, cpu) if mechanism == "auto" else None
-    return cgroup or DutyCycle(os.getpid(), cpu)
-
-
 async def watch_memory(limit_bytes: int) -> None:
     """Limit the descendants of this process to `limit_bytes` of anonymous memory. Never returns."""
     while True:

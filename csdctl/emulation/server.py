@@ -165,7 +165,9 @@ async def serve_node(paths: FleetPaths, state: FleetState, name: str, report: in
         "CSDCTL_CPU_LIMIT": f"{cpu:g}",
         "CSDCTL_MEMORY_LIMIT": str(state.spec.memory_bytes),
     }
-    limit = limits.open_cpu_limit(state.cpu_mechanism, state.fleet_id, name, cpu)
+    cgroup = limits.cgroup_prefix(state.fleet_id) + name
+    group = limits.open_cgroup(cgroup, cpu) if state.cpu_mechanism == "auto" else None
+    limit = group or limits.DutyCycle(os.getpid(), cpu)
     try:
         commands = Commands(limit, environment, node / "home")
         acceptor = await asyncssh.listen(

@@ -4,7 +4,6 @@ A machine may answer anything. The types here say which facts are possible, whet
 or from the file.
 """
 
-from dataclasses import asdict
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated
@@ -117,8 +116,7 @@ def facts_path(fleet: Fleet) -> Path:
 
 def save_facts(fleet: Fleet, facts: dict[str, Facts]) -> Path:
     """Write `facts`, by machine name, next to the fleet file."""
-    path, machines = facts_path(fleet), {name: asdict(machine) for name, machine in facts.items()}
-    save_json(path, {"schema": SCHEMA, "machines": machines})
+    save_json(path := facts_path(fleet), {"schema": SCHEMA, "machines": facts})
     return path
 
 

@@ -343,7 +343,7 @@ def _find_file(file: str, job_path: Path, what: str, written: str) -> Path:
     path = _resolve(Path(file), job_path)
     if not os.path.isfile(path):  # unlike Path.is_file, it takes any path
         raise InputError(
-            f"{job_path}: {what} {written!r} was not found: {path} does not exist",
+            f"{job_path}: {what} {written!r} was not found: {path} is no file",
             remedy="fix its path in the job file",
         )
     if path.suffix != Path(file).suffix:

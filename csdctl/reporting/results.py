@@ -124,8 +124,10 @@ class RunSummary:
     best_epoch: int = 0
     """The epoch of best.keras: by what early stopping monitors, else by validation loss. 0: none."""
     best_validation_loss: float | None = None
+    best_weights_hash: str = ""
+    """SHA-256 of the weights that all ranks had at the end of that epoch."""
     weights_hash: str = ""
-    """SHA-256 of the weights that all ranks had at the end."""
+    """The same, at the end of the run."""
     left_out: tuple[str, ...] = ()
     """Nodes that the plan left out, because training is faster without them."""
     num_unreadable: int = 0
@@ -296,6 +298,7 @@ def summarize(run_id: str, manifest: Manifest, run: RunFollower) -> RunSummary:
         noise_scale=median(run.noise_scales) if run.noise_scales else None,
         best_epoch=best.epoch if best.validation_loss is not None else 0,
         best_validation_loss=best.validation_loss,
+        best_weights_hash=best.weights_hash,
         weights_hash=run.weights_hash,
         # A rank that was added by hand takes part.
         left_out=tuple(name for name in plan.left_out if name not in manifest.nodes),
@@ -340,11 +343,13 @@ def read_results(run: RunDirectory) -> RunResults:
     return RunResults(summary, series, manifest)
 
 
-def find_missing_models(run: RunDirectory, summary: RunSummary) -> tuple[str, ...]:
-    """Return the files of saved models that are missing, damaged, or of another run. Reads all of them."""
-    saved = {BEST_MODEL: ""} if summary.best_epoch else {}
-    saved |= {LAST_MODEL: summary.weights_hash} if summary.state == COMPLETED else {}
-    return tuple(name for name, weights in saved.items() if not has_model(run.path / name, weights))
+def examine_results(run: RunDirectory) -> RunResults:
+    """Return `read_results` with the saved models that are not as they were. Reads all of them."""
+    results = read_results(run)
+    saved = {BEST_MODEL: results.summary.best_weights_hash} if results.summary.best_epoch else {}
+    saved |= {LAST_MODEL: results.summary.weights_hash} if results.summary.state == COMPLETED else {}
+    missing = tuple(name for name, weights in saved.items() if not has_model(run.path / name, weights))
+    return replace(results, summary=replace(results.summary, missing_models=missing))
 
 
 def list_forecast_errors(project: ProjectDirectory) -> tuple[float, ...]:

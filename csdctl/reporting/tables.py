@@ -202,8 +202,8 @@ def describe_breaks(num_breaks: int, run_id: str) -> str:
 
 
 def _describe_missing(model: str, run_id: str) -> str:
-    resume = f"`csdctl train --resume {run_id}` saves it again"
-    return f"{model} is missing, damaged or another one: {resume if model == LAST_MODEL else 'train again'}"
+    resume = f"`csdctl train --resume {run_id}` saves it again from a checkpoint"
+    return f"{model} is missing, unreadable or replaced: {resume if model == LAST_MODEL else 'train again'}"
 
 
 def _describe_metric(validation: float | None, training: float | None) -> str:

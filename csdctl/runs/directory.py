@@ -33,6 +33,9 @@ from csdctl.worker.protocol.run_spec import BEST_MODEL, LAST_MODEL, step_file_in
 
 MAX_SAMPLES = 10**15
 NEW_RUN = "start a new run"
+EVENT_BYTES = "event_bytes"
+"""Key of the size of events.jsonl in process.json."""
+NO_LINK = "replace it with the file itself, or remove it"
 LATEST = "latest"
 """The name of the latest run on the command line."""
 _ID = "%Y%m%d-%H%M%S-%f"
@@ -119,10 +122,8 @@ def check_links(directory: Path) -> None:
     names = ((place, name) for place, *below in os.walk(directory) for name in itertools.chain(*below))
     for path in itertools.chain([str(directory)], itertools.starmap(os.path.join, names)):
         if os.path.islink(path):
-            raise InputError(
-                f"{path} is a symbolic link, which csdctl does not create in a run",
-                remedy="replace it with the file itself, or remove it",
-            )
+            problem = f"{path} is a symbolic link, which csdctl does not create in a run"
+            raise InputError(problem, remedy=NO_LINK)
 
 
 class _Below:
@@ -209,10 +210,8 @@ class ProjectDirectory:
             check_links(self.runs / begun[0])
             return RunDirectory(self.runs / begun[0])
         if begun:
-            problem, remedy = (
-                f"{len(begun)} runs begin with {run_id!r}",
-                f"type more of it: {', '.join(begun[-5:])}",
-            )
+            problem = f"{len(begun)} runs begin with {run_id!r}"
+            remedy = f"type more of it: {', '.join(begun[-5:])}"
         elif run_ids:
             problem = f"no run {run_id!r} in {self.runs}"
             remedy = f"{len(run_ids)} runs, the latest: {', '.join(run_ids[-5:])}"
@@ -258,6 +257,11 @@ class RunDirectory:
         states = self.kept_step_file, step_file, *self.path.glob("checkpoints/*.npz")
         return any(map(os.path.lexists, states))
 
+    def has_lost_events(self) -> bool:
+        """Return whether the log is shorter than when the latest csdctl of the run ended."""
+        kept = (load_kept(self.process, dict[str, Any]) or {}).get(EVENT_BYTES)
+        return isinstance(kept, int) and self.events.exists() and self.events.stat().st_size < kept
+
     def save_manifest(self, content: dict[str, object]) -> None:
         """Write manifest.json atomically."""
         save_json(self.manifest, {**content, "run": self.run_id})
@@ -270,6 +274,9 @@ class RunDirectory:
         if manifest.run not in ("", self.run_id) and manifest.run != self.first_id():
             remedy = f"if the run's directory was renamed, rename it back; else restore it, or {NEW_RUN}"
             raise InputError(f"{self.manifest} is of run {manifest.run}", remedy=remedy)
+        if manifest.run == self.run_id != self.first_id():
+            remedy = f"restore it from a copy, or {NEW_RUN}"
+            raise InputError(f"{self.spec} is of run {self.first_id()}", remedy=remedy)
         return manifest
 
     def first_id(self) -> str:
@@ -285,7 +292,7 @@ class RunDirectory:
 
     def read_events(self, nodes: Sequence[str]) -> StoredEvents:
         """Return the stored events of the run, whose ranks are on `nodes`."""
-        return StoredEvents(self.events, nodes, self.first_id())
+        return StoredEvents(self.events, nodes, self.first_id(), is_cut=self.has_lost_events())
 
 
 def has_model(path: Path, weights_hash: str = "") -> bool:
@@ -331,12 +338,13 @@ def skipping(run_id: str, say: Say) -> Iterator[None]:
         yield
     except (InputError, OSError) as error:
         problem = error.message if isinstance(error, InputError) else str(error)
-        is_newer = getattr(error, "remedy", "") == UPDATE
+        remedy = getattr(error, "remedy", "")
         name = shlex.quote(run_id)
         if not run_id.isprintable():  # not UTF-8
             quoted = re.sub(rb"[^\w.-]", lambda byte: b"\\x%02x" % ord(byte[0]), os.fsencode(run_id)).decode()
             name = f"$'{quoted}'"
-        remedy = UPDATE if is_newer else f"mend it, or remove the run: csdctl runs rm {name}"
+        if remedy not in (UPDATE, NO_LINK):
+            remedy = f"mend it, or remove the run: csdctl runs rm {name}"
         say(f"warning: {run_id} is skipped: {problem} ({remedy})")
 
 
@@ -400,6 +408,7 @@ class EventLog:
         self._num_bytes = os.fstat(self._file.fileno()).st_size
         # With another first number, a reader notices that events are gone.
         self._check = find_last_check(self._file, 0 if is_begun else first_check(run.run_id))
+        self._check *= not run.has_lost_events()
         self._is_synced = False
         self.unwritten = bytearray()
         """Bytes for which a full disk has no place, written once it has."""

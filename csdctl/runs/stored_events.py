@@ -82,14 +82,15 @@ class StoredEvents:
     num_unreadable = 0
     """Lines that the latest iteration has left out so far."""
 
-    def __init__(self, path: Path, nodes: Sequence[str], run_id: str) -> None:
-        self._path, self._nodes, self._first = path, nodes, first_check(run_id)
+    def __init__(self, path: Path, nodes: Sequence[str], run_id: str, *, is_cut: bool = False) -> None:
+        """`is_cut`: the file had more lines."""
+        self._path, self._nodes, self._first, self._is_cut = path, nodes, first_check(run_id), is_cut
         self._chained = ChainedLines()
 
     @property
     def num_breaks(self) -> int:
         """Places where lines are lost, repeated, changed or of another run, in the latest iteration."""
-        return self._chained.num_breaks
+        return self._chained.num_breaks + self._is_cut
 
     def __iter__(self) -> Iterator[Event]:
         """Iterate over all events, without their times."""
@@ -99,7 +100,7 @@ class StoredEvents:
         """Yield the Unix time of arrival and the event. Raises InputError when there is no file."""
         if not os.path.lexists(self._path):
             problem = f"run {self._path.parent.name} has no events: {self._path} does not exist"
-            raise InputError(problem, remedy="it ended before training started, or restore the file")
+            raise InputError(problem, remedy="restore it: only a run that ended before training has none")
         yield from self._read(read_lines(self._path))
 
     def skim(self, start: int = 0, stop: int | None = None) -> Iterator[tuple[float, Event]]:

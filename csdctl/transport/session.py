@@ -426,7 +426,7 @@ class Session(ABC):
         if self._is_closed:
             raise closed
         process = self._start_process(wrapped, deadline)
-        conversation = Conversation(self.name, wrapped, process, on_stderr, self._forget)
+        conversation = Conversation(self.name, wrapped, process, on_stderr, self._running.discard)
         self._running.add(conversation)
         try:
             conversation.begin(wrapped.script, deadline)
@@ -438,9 +438,6 @@ class Session(ABC):
             self._running.discard(conversation)
             raise
         return conversation
-
-    def _forget(self, conversation: Conversation) -> None:
-        self._running.discard(conversation)
 
     @abstractmethod
     def _start_process(self, wrapped: commands.WrappedCommand, deadline: Deadline) -> Process:

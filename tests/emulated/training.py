@@ -157,9 +157,9 @@ def assert_all_read_once(run: Path, num_samples: int) -> None:
     """Assert that every sample of each epoch was read once, or is counted as lost; that all weights agree."""
     ends = events_of(run, "EpochEnd")
     assert ends
+    hashes: dict[int, str] = {}
     for end in ends:
-        of_epoch = [epoch_end for epoch_end in ends if epoch_end["epoch"] == end["epoch"]]
-        assert len({epoch_end["weights_hash"] for epoch_end in of_epoch}) == 1, of_epoch
+        assert hashes.setdefault(end["epoch"], end["weights_hash"]) == end["weights_hash"], end
         if end["rank"] == 0:
             assert end["global_samples"] + end["num_lost"] == num_samples, end
 

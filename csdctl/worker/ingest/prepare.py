@@ -117,7 +117,9 @@ def prepare(
     target = Path(spec.store) / fingerprint
     partial_dataset.make_store(Path(spec.store), tree.root, is_shared=spec.is_shared)
     # A function that is called with its own file reads what nobody else knows of.
-    is_read_again = spec.is_checked and _is_own_file(spec, tree.root)
+    file, root = Path(spec.function.rpartition(":")[0]), tree.root
+    is_own = bool(spec.function) and root.is_file() and root.read_bytes() == file.read_bytes()
+    is_read_again = spec.is_checked and is_own
     find = functools.partial(partial_dataset.find_stored, target, (tree.root,), is_checked=spec.is_checked)
     if not is_read_again and (stored := find()):
         partial_dataset.set_access(target, tree, is_shared=spec.is_shared)
@@ -166,11 +168,6 @@ def _write(
 
 def _progress_of(info: DatasetInfo, num_total: int) -> PrepareProgress:
     return PrepareProgress(info.num_read, num_total, info.num_read - info.num_samples)
-
-
-def _is_own_file(spec: PrepareSpec, path: Path) -> bool:
-    file = Path(spec.function.rpartition(":")[0])
-    return bool(spec.function) and path.is_file() and path.read_bytes() == file.read_bytes()
 
 
 def _is_as_stored(source: ArraySource, spec: PrepareSpec) -> bool:

@@ -1,5 +1,6 @@
 """What a failed system call on a file means, and what to do about it. The errors of damaged archives."""
 
+import contextlib
 import errno
 import os
 import struct
@@ -33,16 +34,20 @@ REMEDIES = PERMANENT | {
 """What to do, by error number. `disk` is where the disk is mounted."""
 
 
+def find_mount(path: str) -> str:
+    """Return where the file system of a path is mounted, '/' where that is unknown."""
+    with contextlib.suppress(OSError):  # such as a working directory that is gone
+        parts = Path(os.path.realpath(path))
+        points = (line.split()[1] for line in Path("/proc/self/mounts").read_text().splitlines())
+        return max(filter(parts.is_relative_to, points), key=len, default="/")
+    return "/"
+
+
 def describe_os_error(error: OSError, path: str | Path = "") -> tuple[str, str]:
     """Return the problem, and what to do, '' if that is unknown. `path`: of an error that names no file."""
     code, name = error.errno or 0, error.filename2 or error.filename or path  # the second of a rename
     path = os.fsdecode(name) if isinstance(name, bytes) else str(name)
-    try:
-        disk = os.path.realpath(path)
-    except FileNotFoundError:  # the working directory is gone
-        disk = "/"
-    while not os.path.ismount(disk):
-        disk = os.path.dirname(disk)
+    disk = find_mount(path) if name else "the disk that is written to, which may be the output's"
     verb, failed = ("write", "a write") if code in WRITING else ("access", "a system call")
     cause = (error.strerror or str(error) or type(error).__name__).lower() + explain_error(str(error))
     problem = f"cannot {verb} {path}: {cause}" if name else f"{failed} failed: {cause}"

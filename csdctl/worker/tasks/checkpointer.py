@@ -86,7 +86,7 @@ class StepFile:
         with os.fdopen(descriptor, "rb") as file:
             size, expected = os.fstat(descriptor).st_size, 2 * self._half_bytes
             if size != expected:
-                on_damage(f"{self.path} is damaged: {size:,} bytes, expected {expected:,}")
+                on_damage(f"{self.path} has {size:,} bytes, not {expected:,}: damaged, or of another model")
                 return None
             content = np.fromfile(file, np.uint8, expected)
         latest: tuple[int, Array] | None = None

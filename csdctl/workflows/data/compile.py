@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from csdctl.documents import load_kept, save_json
+from csdctl.documents import load_kept
 from csdctl.fleet.model import HOST_NAME
 from csdctl.job.model import Job
 from csdctl.notify import Say
@@ -18,7 +18,7 @@ from csdctl.transport.commands import build_worker_command
 from csdctl.transport.meter import TrafficClass
 from csdctl.transport.program import within
 from csdctl.worker.protocol.datasets import DatasetInfo
-from csdctl.worker.protocol.durable_files import replacing_directory
+from csdctl.worker.protocol.durable_files import replacing_directory, save_text
 from csdctl.worker.protocol.features import FLOAT32
 from csdctl.worker.protocol.json_codec import to_json
 from csdctl.worker.protocol.model_info import Compiled, CompileRequest, CompileRequests
@@ -181,5 +181,5 @@ def _compile_missing(missing: Sequence[tuple[CompileRequest, Path]], compiler: W
         requests = tuple(replace(request, output=str(aside)) for (request, _), aside in pairs)
         compiled = compiler.call(CompileRequests(requests), Compiled)
         for aside, reason in zip(asides, compiled.reasons, strict=True):
-            save_json(aside / REASON, reason)
+            save_text(aside / REASON, json.dumps(reason))
             seal(aside)

@@ -10,7 +10,7 @@ from csdctl.documents import check_output
 from csdctl.notify import Say, make_printable
 from csdctl.reporting.page import render_page
 from csdctl.reporting.privacy import Flow, Privacy, add_flows, count_passes, list_readers, measure_privacy
-from csdctl.reporting.results import RunResults, find_missing_models, read_results
+from csdctl.reporting.results import RunResults, examine_results
 from csdctl.reporting.tables import describe_breaks
 from csdctl.runs.directory import ProjectDirectory, RunDirectory
 from csdctl.runs.ledger import read_ledger
@@ -41,9 +41,8 @@ def _protect_cell(name: str) -> str:
 
 def report(run: RunDirectory) -> RunResults:
     """Add up a run. Raises InputError for one without events."""
-    results = read_results(run)
-    missing = find_missing_models(run, results.summary)
-    return replace(results, summary=replace(as_process_says(run, results.summary), missing_models=missing))
+    results = examine_results(run)
+    return replace(results, summary=as_process_says(run, results.summary))
 
 
 def write_files(

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TextIO, TypeVar
 
-from csdctl.documents import load_json, load_kept, load_text, save_kept
+from csdctl.documents import load_json, load_kept, load_text, save_json
 from csdctl.errors import CsdctlError, DeadlineError, ExitCode, InputError, RunError
 from csdctl.launch.leftovers import is_elsewhere, is_gone, is_held, read_holder, show_holder
 from csdctl.notify import DATED, DETACHED, Say, shorten, warn
@@ -119,13 +119,15 @@ def list_runs(project: ProjectDirectory, say: Say) -> list[RunStatus]:
         with skipping(run_id, say):
             run = RunDirectory(project.runs / run_id)
             check_links(run.path)
-            now[run_id] = current = load_run_status(run, kept.get(run_id))
+            current = load_run_status(run, kept.get(run_id))
             if not current.status.num_ranks:
                 run.read_manifest()  # says what is wrong with it
+            now[run_id] = current
             is_certain = current.has_ended and current.status.state == COMPLETED
             statuses.append(current.status if is_certain else as_process_says(run, current.status))
     if now != kept:
-        save_kept(project.statuses, now, Statuses)
+        with suppress(OSError, UnicodeError):  # of names that are not UTF-8
+            save_json(project.statuses, now, indent=None)
     return statuses
 
 
@@ -141,12 +143,8 @@ def as_process_says(run: RunDirectory, status: StatusT) -> StatusT:
         return replace(status, state=RUNNING)
     is_unfinished = status.state in (results.INTERRUPTED, results.FAILED)
     if is_unfinished and "ended" in process.holder and not results.read_end(run)[0]:  # without an error
-        is_stopped = status.reason == STOPPED
-        return replace(
-            status,
-            state=results.STOPPED if is_stopped else results.COMPLETED,
-            reason=status.reason or EVENTS_LOST,
-        )
+        state = results.STOPPED if status.reason == STOPPED else results.COMPLETED
+        return replace(status, state=state, reason=status.reason or EVENTS_LOST)
     return status
 
 
@@ -202,7 +200,11 @@ def remove_runs(
     confirm(f"Remove run{'s' if len(runs) > 1 else ''} {shorten(', '.join(described), 500)}?")
     for run in runs:
         project.step_file(run).unlink(missing_ok=True)
-        shutil.rmtree(run.path)
+        try:
+            shutil.rmtree(run.path)
+        except OSError as error:
+            error.filename = run.path  # without its directory
+            raise
     return runs
 
 

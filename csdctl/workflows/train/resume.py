@@ -85,19 +85,22 @@ def check_data(run: RunDirectory, spec: RunSpec, manifest: Manifest, context: Ru
     """Raise InputError if the run's data, recipe or noise has changed. More epochs are allowed."""
     job, prepared, now = context.job, context.prepared, fingerprint_data(context.prepared)
     private = {name: digest for name, digest in now["private"].items() if name in manifest.nodes}
-    is_private_same = private == {name: manifest.data.private.get(name) for name in private}
+    then = manifest.data.private
+    changed = [f"private data of {name}" for name, digest in private.items() if digest != then.get(name)]
     # On another server, or copied, the same samples have another path or time.
-    is_public_same = now["public"] == manifest.data.public or _is_content(spec.public, whole(prepared.public))
+    if now["public"] != manifest.data.public and not _is_content(spec.public, whole(prepared.public)):
+        changed.append("public data")
     num_placed, num_public = manifest.placed[-1].public_stop, prepared.public.num_samples
     problem, remedy = "", f"undo the change (epochs may be raised), or {NEW_RUN}"
-    if not is_public_same or not is_private_same:
-        problem, remedy = f"the data of run {run.run_id} has changed since it began", NEW_RUN
+    if changed:
+        problem = f"changed since run {run.run_id} began: {', '.join(changed)}"
+        remedy = f"restore the data, or {NEW_RUN}"
     elif job.recipe.epochs < spec.recipe.epochs:
         problem = f"{job.path} has {job.recipe.epochs} epochs, run {run.run_id} has {spec.recipe.epochs}"
     elif spec.recipe != (recipe := dataclasses.replace(prepared.recipe, epochs=spec.recipe.epochs)):
         old, new = dataclasses.asdict(spec.recipe), dataclasses.asdict(recipe)
-        changed = [f"{name} is {new[name]}, was {old[name]}" for name in old if new[name] != old[name]]
-        problem = f"{job.path} and the recipe of run {run.run_id} differ: {'; '.join(changed)}"
+        keys = [f"{name} is {new[name]}, was {old[name]}" for name in old if new[name] != old[name]]
+        problem = f"{job.path} and the recipe of run {run.run_id} differ: {'; '.join(keys)}"
         remedy += f", or restore {run.spec} if that was changed"
     elif spec.noise != job.noise:
         now_and_then = _describe(job.noise), f"that of run {run.run_id} {_describe(spec.noise)}"

@@ -17,17 +17,18 @@ from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from csdctl import __version__
-from csdctl.documents import save_json
+from csdctl.documents import load_kept, save_json
 from csdctl.energy.sampler import PowerSampler
 from csdctl.errors import DeadlineError, InputError, RunError
 from csdctl.fleet.model import HOST_NAME
 from csdctl.job.compatibility import check_compatibility
 from csdctl.launch.leftovers import describe_holder
 from csdctl.placement.equation1 import steps_per_epoch
-from csdctl.reporting.results import COMPLETED, FAILED, STOPPED, RunSummary, read_results
-from csdctl.runs.directory import EventLog, RunDirectory, keep_step_file
+from csdctl.reporting.results import COMPLETED, FAILED, STOPPED, RunSummary, examine_results
+from csdctl.runs.directory import EVENT_BYTES, EventLog, RunDirectory, keep_step_file
 from csdctl.runs.private import check_directory
 from csdctl.shipping.deliver import deliver, pack_payload
 from csdctl.shipping.store import store_bytes
@@ -52,13 +53,15 @@ from csdctl.workflows.workspace.workspace import Workspace
 def record_process(run: RunDirectory, space: Workspace) -> None:
     """Record that this process trains `run` and, once the machines are unlocked, how that ended."""
     check_directory(run.logs)
-    holder = describe_holder("train", space.project.root)
+    kept = (load_kept(run.process, dict[str, Any]) or {}).get(EVENT_BYTES, 0)
+    holder: dict[str, Any] = describe_holder("train", space.project.root) | {EVENT_BYTES: kept}
     held = os.open(run.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)  # tells this process from others
     space.after.callback(os.close, held)
     save_json(run.process, holder)
 
     def record_end(_kind: object, error: BaseException | None, _trace: object) -> None:
-        end = {"ended": f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC"}
+        size = run.events.stat().st_size if run.events.exists() else 0
+        end: dict[str, Any] = {"ended": f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC", EVENT_BYTES: size}
         if error is not None:
             state = STOPPED if isinstance(error, KeyboardInterrupt) else FAILED
             end |= {"state": state, "error": f"{error} ({end['ended']})"}
@@ -302,7 +305,7 @@ def run_to_end(resolved: ResolvedRun, spec: RunSpec, run: RunDirectory, options:
                 raise
             finally:
                 settle_step_file(run, spec, is_done=is_done)
-    summary = read_results(run).summary
+    summary = examine_results(run).summary
     if is_interrupted and summary.state != COMPLETED:
         raise RunStopped(run.run_id, replace(summary, state=STOPPED))
     if is_interrupted:  # after the last step: nothing is left to resume

@@ -12,7 +12,7 @@ from csdctl.job.model import Job
 from csdctl.launch.mpirun import find_mpirun
 from csdctl.notify import Say
 from csdctl.reporting.privacy import check_accountant
-from csdctl.reporting.results import RunSummary, read_results
+from csdctl.reporting.results import RunSummary, examine_results
 from csdctl.runs.directory import ProjectDirectory, RunDirectory
 from csdctl.transport.commands import find_state_directory
 from csdctl.tuning.plan import DATA_PARALLEL, Plan
@@ -57,7 +57,7 @@ def run_training(request: TrainRequest, events: EventStream) -> TrainResult:
     ) as space:
         choice = _choose(request, plan, space, events)
         if choice.run and resuming.is_complete(choice.run, request.job):
-            return TrainResult(choice.run, read_results(choice.run).summary, was_complete=True)
+            return TrainResult(choice.run, examine_results(choice.run).summary, was_complete=True)
         # Before data is prepared for hours; otherwise the run itself links the machines at once.
         _examine(request, space, events, with_links=load_prepared(space.project, request.job) is None)
         context = RunContext(request.job, prepare_in(space, request.job, events), space, events)
@@ -139,10 +139,6 @@ def resume(run: RunDirectory, strategy: Strategy, context: RunContext, options: 
     """
     before, manifest = resuming.load_spec(run), run.read_manifest()
     resuming.check_data(run, before, manifest, context)
-    if before.code != context.prepared.model.user_code:
-        context.events.say(
-            f"the job's own code has changed since run {run.run_id} began; the changed code is used"
-        )
     record_process(run, context.space)
     # No rank and no path of spec.json is used: they follow from the project and the data as they are now.
     resolved = strategy.resolve(manifest.plan, context, manifest.placed)
@@ -153,6 +149,9 @@ def resume(run: RunDirectory, strategy: Strategy, context: RunContext, options: 
         num_checkpoints=options.num_checkpoints or before.num_checkpoints,
     )
     spec = build_saving_spec(resolved, run, options)
+    if (before.architecture, before.code) != (spec.architecture, spec.code):
+        changed = f"the model or the job's own code has changed since run {run.run_id} began"
+        context.events.say(f"warning: {changed}; the changed one is used")
     resuming.check_same(run, before, spec)
     resuming.save_epochs(run, before, context.job.recipe.epochs)
     return run_to_end(resolved, spec, run, options)

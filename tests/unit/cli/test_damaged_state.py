@@ -14,12 +14,12 @@ import pytest
 from csdctl.cli.app import run_command
 from csdctl.documents import save_json
 from csdctl.launch.leftovers import describe_holder
-from csdctl.runs.directory import ProjectDirectory
+from csdctl.runs.directory import EVENT_BYTES, NO_LINK, ProjectDirectory
 from csdctl.runs.ledger import Ledger
 from csdctl.terminal.streams import Streams
 from csdctl.tuning.plan import Plan, save_plan
 from csdctl.worker.protocol.events import CheckpointSaved, EpochEnd, Finished, Progress, describe_model
-from csdctl.worker.protocol.json_codec import to_json
+from csdctl.worker.protocol.json_codec import add_check, remove_check, to_json
 from tests.unit.runs.manifests import manifest_of, spec_of, write_events
 
 pytestmark = pytest.mark.fault(36)
@@ -56,7 +56,12 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 archive.writestr("model.weights.h5", b"weights")
                 archive.comment = describe_model(run_id, END.weights_hash).encode()
         state = {"state": "stopped", "error": "interrupted"} if run_id == NEW else {}
-        save_json(run.process, describe_holder("train", root) | {"ended": "2026-01-02"} | state)
+        save_json(
+            run.process,
+            describe_holder("train", root)
+            | {"ended": "2026-01-02", EVENT_BYTES: run.events.stat().st_size}
+            | state,
+        )
     for _ in range(3):
         Ledger(project.ledger, "train").save({("host", "csd0", "gradient"): 5})
     save_json(project.failed, {"schema": "csdctl.failed/1", "command": "exec", "failed": {"csd0": {}}})
@@ -82,8 +87,19 @@ def put(make: Callable[[Path], object]) -> Callable[[Path], None]:
     return damage
 
 
-def replace_text(before: str, after: str) -> Callable[[Path], object]:
+def change_text(before: str, after: str) -> Callable[[Path], object]:
     return lambda path: path.write_text(path.read_text().replace(before, after))
+
+
+def replace_text(before: str, after: str) -> Callable[[Path], None]:
+    """Return what replaces text as csdctl would have written it, with the right checksum if there is one."""
+
+    def damage(path: Path) -> None:
+        document = remove_check(path.read_bytes().removesuffix(b"\n"))
+        changed = document.replace(before.encode(), after.encode())
+        path.write_bytes(add_check(changed)[0] if path.suffix == ".json" else changed)
+
+    return damage
 
 
 DAMAGES: dict[str, Callable[[Path], object]] = {
@@ -113,6 +129,8 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "of other weights": lambda path: path.write_bytes(path.read_bytes().replace(b"hash", b"hush")),
     "a model of another run": lambda path: shutil.copy(str(path).replace(OLD, NEW), path),
     "a digit more": replace_text('"num_bytes":5', '"num_bytes":50'),
+    "another value": change_text('"batch_size": ', '"batch_size": 1'),
+    "older": lambda path: path.write_text(path.read_text().partition("\n")[0] + "\n"),
     "a line less": lambda path: path.write_text(path.read_text().partition("\n")[2]),
     "pid of nobody": replace_text('"ended"', '"began"'),
     "pid as text": replace_text('"pid": ', '"pid": "1", "p": '),
@@ -133,6 +151,7 @@ CASES: list[tuple[str, tuple[str, ...], dict[str, tuple[int, str]]]] = [
         (*UNREADABLE, *LINKS, "a terabyte", "an object", "missing"),
         dict.fromkeys((LIST, REPORT, LOGS, PRIVACY), (0, SKIPPED)) | {RESUME: (4, SKIPPED)},
     ),
+    (MANIFEST, ("another value",), dict.fromkeys((LIST, REPORT), (0, f"{SKIPPED}{{}} has been changed"))),
     (MANIFEST, ("of another run",), {LIST: (0, SKIPPED), REPORT: (0, SKIPPED), RESUME: (4, SKIPPED)}),
     (MANIFEST, ("newer",), {LIST: (0, f"{SKIPPED}{{}} was written by a newer csdctl"), REPORT: (0, UPDATE)}),
     (EVENTS, ("a directory", "a pipe", "a terabyte"), {LIST: (0, SKIPPED), REPORT: (2, "cannot read {}")}),
@@ -146,22 +165,23 @@ CASES: list[tuple[str, tuple[str, ...], dict[str, tuple[int, str]]]] = [
     (EVENTS, ("empty",), {LIST: (0, STOPPED), REPORT: (0, "no complete epoch")}),
     (
         EVENTS,
-        ("of the future", "of another run", "a line less"),
+        ("of the future", "of another run", "a line less", "older"),
         {LIST: (0, STOPPED), REPORT: (0, "of another run: figures"), PRIVACY: (0, "of another run: figures")},
     ),
     (f"runs/{OLD}/events.jsonl", ("empty", "NULs"), {LIST: (0, "events lost")}),
     *(
         (f"runs/{OLD}/{name}", damages, {f"report {OLD}": said})
-        for name, other in (("model.keras", "of other weights"), ("best.keras", "a model of another run"))
+        for name in ("model.keras", "best.keras")
         for damages, said in (
             (
-                (*UNREADABLE, "a flipped bit", "missing", other),
-                (0, f"{name} is missing, damaged or another one"),
+                (*UNREADABLE, "a flipped bit", "missing", "of other weights", "a model of another run"),
+                (0, f"{name} is missing, unreadable or replaced"),
             ),
             (LINKS, (2, "{} is a symbolic link")),
         )
     ),
     (SPEC, (*UNREADABLE, "a terabyte", "missing"), {LIST: (0, STOPPED), RESUME: (4, SKIPPED)}),
+    (SPEC, ("of another run",), {LIST: (0, f"{SKIPPED}{{}} is of run {OLD}")}),
     (SPEC, LINKS, {LIST: (0, SKIPPED), RESUME: (4, SKIPPED)}),
     (SPEC, ("newer spec",), {RESUME: (4, f"{SKIPPED}{{}} was written by a newer csdctl")}),
     (PROCESS, (*UNREADABLE, "a terabyte", "missing"), {LIST: (0, "interrupted")}),
@@ -224,7 +244,10 @@ def test_damaged_file_is_named_with_what_to_do_or_is_not_needed(
     assert (code, "this is a bug" in said) == (expected[0], False), said
     assert expected[1].format(path) in said
     if expected[0] or SKIPPED in said:
-        assert "→" in said or "(mend it, or remove the run: csdctl runs rm " in said or f"({UPDATE})" in said
+        assert "→" in said or any(
+            remedy in said
+            for remedy in ("(mend it, or remove the run: csdctl ", f"({UPDATE})", f"({NO_LINK})")
+        )
 
 
 @pytest.mark.parametrize("command", [LIST, REPORT, LOGS, PRIVACY, RESUME, FAILED_FROM])

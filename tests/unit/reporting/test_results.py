@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from csdctl.documents import load_kept, save_json, save_kept
+from csdctl.documents import load_kept, save_json
 from csdctl.placement.equation1 import Placed
 from csdctl.reporting.page import render_page
 from csdctl.reporting.privacy import PassCounter
@@ -319,7 +319,7 @@ def test_errors_of_forecasts_are_those_of_undisturbed_runs_whose_plan_had_been_t
 
 def kept_as_file(kept: KeptStatus, directory: Path) -> KeptStatus:
     """Return a status as the next command reads it."""
-    save_kept(directory / "statuses.json", {"run": kept}, Statuses)
+    save_json(directory / "statuses.json", {"run": kept})
     read = load_kept(directory / "statuses.json", Statuses)
     assert read
     return read["run"]

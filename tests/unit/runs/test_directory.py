@@ -14,8 +14,16 @@ from typing import Any
 
 import pytest
 
+from csdctl.documents import save_json
 from csdctl.errors import InputError
-from csdctl.runs.directory import MAX_LINE_BYTES, CappedLog, EventLog, ProjectDirectory, RunDirectory
+from csdctl.runs.directory import (
+    EVENT_BYTES,
+    MAX_LINE_BYTES,
+    CappedLog,
+    EventLog,
+    ProjectDirectory,
+    RunDirectory,
+)
 from csdctl.runs.stored_events import MAX_LINE_BYTES as MAX_EVENT_BYTES
 from csdctl.worker.protocol.events import Failed, Finished, Progress, Ready, event_document
 from tests.full_disk import full_disk
@@ -161,6 +169,19 @@ class TestEvents:
         log.close()
         events = run.read_events(NODES)
         assert list(events) == EVENTS[:1]
+        assert events.num_breaks == 1
+
+    def test_an_older_log_is_told_before_and_after_the_run_is_resumed(self, run: RunDirectory) -> None:
+        write_events(run, EVENTS[:1])
+        older = run.events.read_bytes()
+        write_events(run, EVENTS[1:])
+        save_json(run.process, {EVENT_BYTES: run.events.stat().st_size})
+        assert not run.read_events(NODES).num_breaks
+        run.events.write_bytes(older)
+        assert run.read_events(NODES).num_breaks == 1
+        write_events(run, EVENTS * 2)
+        events = run.read_events(NODES)
+        assert len(list(events)) == 1 + 2 * len(EVENTS)
         assert events.num_breaks == 1
 
     def test_events_of_another_run_are_told(self, run: RunDirectory, tmp_path: Path) -> None:

@@ -231,8 +231,8 @@ def trained(run: RunDirectory, job: Job) -> TrainedRun:
 @pytest.mark.parametrize(
     ("public", "private", "problem"),
     [
-        ({"fingerprint": "0" * 32}, {}, "the data of run .* has changed since it began"),
-        ({}, {"csd0": "0" * 32}, "the data of run .* has changed since it began"),
+        ({"fingerprint": "0" * 32}, {}, "changed since run .* began: public data"),
+        ({}, {"csd0": "0" * 32}, "changed since run .* began: private data of csd0"),
         ({"num_samples": 301}, {}, "`placed` divides 300 public samples, there are 301"),
     ],
 )
@@ -257,9 +257,28 @@ def test_public_data_of_another_server_is_that_of_the_run_if_it_has_the_same_byt
     trained.run.spec.write_text(to_json(replace(trained.spec, public=before)))
     hashes = {"images_sha256": now, "labels_sha256": before.labels_sha256}
     prepared = replace(trained.prepared, public=replace(PUBLIC, fingerprint="0" * 32, **hashes))
-    with nullcontext() if is_same else pytest.raises(InputError, match="the data of run .* has changed"):
+    with (
+        nullcontext()
+        if is_same
+        else pytest.raises(InputError, match="changed since run .* began: public data")
+    ):
         trained.resume(trained.job, prepared, TrainOptions())
     assert bool(started) == is_same
+
+
+@pytest.mark.parametrize("architecture", [FILE.path, ".csdctl/objects/other.json"])
+def test_model_that_has_changed_is_told(
+    trained: TrainedRun,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    architecture: str,
+) -> None:
+    """Such as another rate of dropout, with which all shapes are the same."""
+    monkeypatch.setattr(resume_module, "run_to_end", lambda *given: None)
+    trained.run.spec.write_text(to_json(replace(trained.spec, architecture=architecture)))
+    trained.resume(trained.job, trained.prepared, TrainOptions())
+    is_told = "warning: the model or the job's own code has changed" in capsys.readouterr().out
+    assert is_told == (architecture != FILE.path)
 
 
 def test_renamed_run_is_told(trained: TrainedRun) -> None:
