@@ -208,8 +208,8 @@ class MpiJob:
                 outcome.is_clean = code == 0 and not self._output.tail
         conversation.close()
         if self._starter == HOST_NAME and (session_id := conversation.stderr.group):
-            left = (pid for pid, stat in load_all().items() if stat.session == session_id)
-            send_signal(left, signal.SIGKILL)  # local ranks have process groups of their own
+            pids = (pid for pid, stat in load_all().items() if stat.session == session_id)
+            send_signal(pids, signal.SIGKILL)  # local ranks have process groups of their own
 
     def _request_daemon(self, text: str) -> None:
         if self._daemon is None:
