@@ -171,9 +171,9 @@ def append_lines(path: Path, lines: bytes, say: Say = lambda line: None, *, is_s
 
 def load_json(path: Path, *, remedy: str = AGAIN) -> Any:
     """Read a JSON file written by csdctl. Raises InputError when it is missing, damaged or too large."""
-    content = load_text(path, max_bytes=MAX_JSON_BYTES, remedy=remedy).removesuffix("\n").encode()
+    content = load_text(path, max_bytes=MAX_JSON_BYTES, remedy=remedy).rstrip().encode()
     if not is_unchanged(content):
-        raise InputError(f"{path} has been changed: its checksum is another one", remedy=remedy)
+        raise InputError(f"{path} was changed: it does not match its checksum, `check`", remedy=remedy)
     return parse_json_document(remove_check(content).decode(), str(path), remedy=remedy)
 
 
@@ -204,7 +204,7 @@ def check_output(path: Path, option: str, *, force: bool = True) -> None:
 
 
 def save_json(path: Path, content: object, indent: int | None = 2) -> None:
-    """Write a dataclass or an object as JSON with a checksum, which a power cut spares. Raises OSError."""
+    """Write an object as JSON with a checksum, so that it survives a power cut. Raises OSError."""
     document = json.dumps(to_jsonable_python(content), indent=indent, sort_keys=True).encode()
     save_bytes(path, (add_check(document)[0] if content else document) + b"\n")
 

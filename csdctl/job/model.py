@@ -332,9 +332,8 @@ def _function(written: str, job_path: Path, what: str = "function", forms: str =
         return ""
     file, _, name = written.rpartition(":")
     if not (file.endswith(".py") and name.isidentifier()):
-        raise InputError(
-            f"{job_path}: {what} {written!r} is not a valid reference", remedy=f"expected {forms}"
-        )
+        problem = f"{job_path}: {what} {written!r} is not a valid reference"
+        raise InputError(problem, remedy=f"expected {forms}")
     return f"{_find_file(file, job_path, what, written)}:{name}"
 
 
@@ -342,10 +341,9 @@ def _find_file(file: str, job_path: Path, what: str, written: str) -> Path:
     """Return the absolute path of a file. A link to another kind of file is refused: functions are sent."""
     path = _resolve(Path(file), job_path)
     if not os.path.isfile(path):  # unlike Path.is_file, it takes any path
-        raise InputError(
-            f"{job_path}: {what} {written!r} was not found: {path} is no file",
-            remedy="fix its path in the job file",
-        )
+        state = "is no regular file" if os.path.exists(path) else "does not exist"
+        problem = f"{job_path}: {what} {written!r} was not found: {path} {state}"
+        raise InputError(problem, remedy="fix its path in the job file")
     if path.suffix != Path(file).suffix:
         raise InputError(
             f"{job_path}: {written!r} is a link to {path}, which is not a {Path(file).suffix} file",

@@ -135,7 +135,7 @@ class RunSummary:
     num_breaks: int = 0
     """Places in the stored events where lines are lost, repeated, moved, changed or of another run."""
     missing_models: tuple[str, ...] = ()
-    """Files of saved models that are missing, damaged, or of another run or other weights, in a report."""
+    """Files of saved models that are missing, unreadable or replaced: of another run or other weights."""
     reason: str = ""
     """Why it ended before its last epoch: 'early stopping', 'max steps' or 'asked to stop'."""
 

@@ -260,11 +260,15 @@ class RunDirectory:
     def has_lost_events(self) -> bool:
         """Return whether the log is shorter than when the latest csdctl of the run ended."""
         kept = (load_kept(self.process, dict[str, Any]) or {}).get(EVENT_BYTES)
-        return isinstance(kept, int) and self.events.exists() and self.events.stat().st_size < kept
+        return isinstance(kept, int) and self.count_event_bytes() < kept
+
+    def count_event_bytes(self) -> int:
+        """Return the size of the log, 0 where there is none."""
+        return self.events.stat().st_size if self.events.exists() else 0
 
     def save_manifest(self, content: dict[str, object]) -> None:
         """Write manifest.json atomically."""
-        save_json(self.manifest, {**content, "run": self.run_id})
+        save_json(self.manifest, {"run": self.run_id, **content})
 
     def read_manifest(self) -> Manifest:
         """Read manifest.json. Raises InputError when it is missing, or its values do not belong together."""

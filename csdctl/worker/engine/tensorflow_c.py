@@ -101,10 +101,8 @@ class Library:
         paths = [Path(directory, name) for directory in directories for name in LIBRARIES]
         files = [path for path in paths if path.exists()]
         if len(files) != len(LIBRARIES):
-            raise WorkerError(
-                "TensorFlow's libraries are not installed",
-                remedy="install tensorflow-cpu: `csdctl provision`",
-            )
+            remedy = "install tensorflow-cpu: `csdctl provision`"
+            raise WorkerError("TensorFlow's libraries are not installed", remedy=remedy)
         self._libraries = list(map(open_lazily, files))
         size = ctypes.c_size_t
         self._new_status = self.declare("TF_NewStatus", POINTER)

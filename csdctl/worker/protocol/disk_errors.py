@@ -38,7 +38,8 @@ def find_mount(path: str) -> str:
     """Return where the file system of a path is mounted, '/' where that is unknown."""
     with contextlib.suppress(OSError):  # such as a working directory that is gone
         parts = Path(os.path.realpath(path))
-        points = (line.split()[1] for line in Path("/proc/self/mounts").read_text().splitlines())
+        names = (line.split(b" ")[1] for line in Path("/proc/self/mounts").read_bytes().splitlines())
+        points = (os.fsdecode(name.decode("unicode_escape").encode("latin-1")) for name in names)
         return max(filter(parts.is_relative_to, points), key=len, default="/")
     return "/"
 
@@ -47,7 +48,7 @@ def describe_os_error(error: OSError, path: str | Path = "") -> tuple[str, str]:
     """Return the problem, and what to do, '' if that is unknown. `path`: of an error that names no file."""
     code, name = error.errno or 0, error.filename2 or error.filename or path  # the second of a rename
     path = os.fsdecode(name) if isinstance(name, bytes) else str(name)
-    disk = find_mount(path) if name else "the disk that is written to, which may be the output's"
+    disk = find_mount(path) if name else "the disk of the output"
     verb, failed = ("write", "a write") if code in WRITING else ("access", "a system call")
     cause = (error.strerror or str(error) or type(error).__name__).lower() + explain_error(str(error))
     problem = f"cannot {verb} {path}: {cause}" if name else f"{failed} failed: {cause}"

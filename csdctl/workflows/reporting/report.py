@@ -10,7 +10,7 @@ from csdctl.documents import check_output
 from csdctl.notify import Say, make_printable
 from csdctl.reporting.page import render_page
 from csdctl.reporting.privacy import Flow, Privacy, add_flows, count_passes, list_readers, measure_privacy
-from csdctl.reporting.results import RunResults, examine_results
+from csdctl.reporting.results import RUNNING, RunResults, examine_results
 from csdctl.reporting.tables import describe_breaks
 from csdctl.runs.directory import ProjectDirectory, RunDirectory
 from csdctl.runs.ledger import read_ledger
@@ -42,7 +42,9 @@ def _protect_cell(name: str) -> str:
 def report(run: RunDirectory) -> RunResults:
     """Add up a run. Raises InputError for one without events."""
     results = examine_results(run)
-    return replace(results, summary=as_process_says(run, results.summary))
+    summary = as_process_says(run, results.summary)
+    missing = () if summary.state == RUNNING else summary.missing_models  # they are being written
+    return replace(results, summary=replace(summary, missing_models=missing))
 
 
 def write_files(

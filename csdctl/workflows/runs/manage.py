@@ -94,9 +94,8 @@ def interrupt(run: RunDirectory) -> None:
     except ProcessLookupError:
         pass
     except PermissionError:
-        raise CsdctlError(
-            f"process {process.pid} belongs to another user", remedy="stop the run as that user"
-        ) from None
+        problem = f"process {process.pid} belongs to another user"
+        raise CsdctlError(problem, remedy="stop the run as that user") from None
     finally:
         os.close(handle)
 
@@ -158,10 +157,8 @@ def stop_run(project: ProjectDirectory, run_id: str | None, deadline_s: float, s
     end = time.monotonic() + deadline_s
     while process_of(run).is_running:
         if time.monotonic() > end:
-            raise DeadlineError(
-                f"run {run.run_id} has not ended after {deadline_s:g} s",
-                remedy="repeat the command to end its ranks at once",
-            )
+            problem = f"run {run.run_id} has not ended after {deadline_s:g} s"
+            raise DeadlineError(problem, remedy="repeat the command to end its ranks at once")
         time.sleep(POLL_S)
     return load_run_status(run).status
 
@@ -172,10 +169,8 @@ def _only_running(project: ProjectDirectory, say: Say) -> RunDirectory:
         with skipping(name, say):
             running += [run] if process_of(run := project.find_run(name)).is_running else []
     if len(running) != 1:
-        raise InputError(
-            f"{len(running)} runs are running" if running else f"no run in {project.runs} is running",
-            remedy="csdctl runs list shows the runs' states",
-        )
+        problem = f"{len(running)} runs are running" if running else f"no run in {project.runs} is running"
+        raise InputError(problem, remedy="csdctl runs list shows the runs' states")
     return running[0]
 
 

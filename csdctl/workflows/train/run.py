@@ -53,19 +53,20 @@ from csdctl.workflows.workspace.workspace import Workspace
 def record_process(run: RunDirectory, space: Workspace) -> None:
     """Record that this process trains `run` and, once the machines are unlocked, how that ended."""
     check_directory(run.logs)
-    kept = (load_kept(run.process, dict[str, Any]) or {}).get(EVENT_BYTES, 0)
+    kept, before = (load_kept(run.process, dict[str, Any]) or {}).get(EVENT_BYTES, 0), run.count_event_bytes()
     holder: dict[str, Any] = describe_holder("train", space.project.root) | {EVENT_BYTES: kept}
     held = os.open(run.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)  # tells this process from others
     space.after.callback(os.close, held)
     save_json(run.process, holder)
 
     def record_end(_kind: object, error: BaseException | None, _trace: object) -> None:
-        size = run.events.stat().st_size if run.events.exists() else 0
-        end: dict[str, Any] = {"ended": f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC", EVENT_BYTES: size}
+        end: dict[str, Any] = {"ended": f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC"}
         if error is not None:
             state = STOPPED if isinstance(error, KeyboardInterrupt) else FAILED
             end |= {"state": state, "error": f"{error} ({end['ended']})"}
         with suppress(OSError):  # the run is over, whether or not this can be written
+            if (size := run.count_event_bytes()) != before:
+                end[EVENT_BYTES] = size
             save_json(run.process, holder | end)
 
     space.after.push(record_end)

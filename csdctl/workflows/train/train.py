@@ -149,7 +149,8 @@ def resume(run: RunDirectory, strategy: Strategy, context: RunContext, options: 
         num_checkpoints=options.num_checkpoints or before.num_checkpoints,
     )
     spec = build_saving_spec(resolved, run, options)
-    if (before.architecture, before.code) != (spec.architecture, spec.code):
+    # With own code, the architecture names its job, which may change.
+    if before.code != spec.code or (not spec.code and before.architecture != spec.architecture):
         changed = f"the model or the job's own code has changed since run {run.run_id} began"
         context.events.say(f"warning: {changed}; the changed one is used")
     resuming.check_same(run, before, spec)

@@ -151,7 +151,7 @@ CASES: list[tuple[str, tuple[str, ...], dict[str, tuple[int, str]]]] = [
         (*UNREADABLE, *LINKS, "a terabyte", "an object", "missing"),
         dict.fromkeys((LIST, REPORT, LOGS, PRIVACY), (0, SKIPPED)) | {RESUME: (4, SKIPPED)},
     ),
-    (MANIFEST, ("another value",), dict.fromkeys((LIST, REPORT), (0, f"{SKIPPED}{{}} has been changed"))),
+    (MANIFEST, ("another value",), dict.fromkeys((LIST, REPORT), (0, f"{SKIPPED}{{}} was changed"))),
     (MANIFEST, ("of another run",), {LIST: (0, SKIPPED), REPORT: (0, SKIPPED), RESUME: (4, SKIPPED)}),
     (MANIFEST, ("newer",), {LIST: (0, f"{SKIPPED}{{}} was written by a newer csdctl"), REPORT: (0, UPDATE)}),
     (EVENTS, ("a directory", "a pipe", "a terabyte"), {LIST: (0, SKIPPED), REPORT: (2, "cannot read {}")}),

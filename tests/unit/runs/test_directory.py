@@ -7,25 +7,20 @@ import math
 import operator
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from copy import deepcopy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from csdctl.documents import save_json
 from csdctl.errors import InputError
-from csdctl.runs.directory import (
-    EVENT_BYTES,
-    MAX_LINE_BYTES,
-    CappedLog,
-    EventLog,
-    ProjectDirectory,
-    RunDirectory,
-)
+from csdctl.runs.directory import MAX_LINE_BYTES, CappedLog, EventLog, ProjectDirectory, RunDirectory
 from csdctl.runs.stored_events import MAX_LINE_BYTES as MAX_EVENT_BYTES
-from csdctl.worker.protocol.events import Failed, Finished, Progress, Ready, event_document
+from csdctl.worker.protocol.events import Event, Failed, Finished, Progress, Ready, event_document
+from csdctl.workflows.train.run import record_process
 from tests.full_disk import full_disk
 from tests.unit.runs.manifests import manifest_of, write_events
 
@@ -172,14 +167,25 @@ class TestEvents:
         assert events.num_breaks == 1
 
     def test_an_older_log_is_told_before_and_after_the_run_is_resumed(self, run: RunDirectory) -> None:
-        write_events(run, EVENTS[:1])
+        project = ProjectDirectory(run.path.parents[2])
+
+        def train(*parts: Sequence[Event]) -> None:
+            """Write events, if any, as a csdctl that then ends."""
+            with ExitStack() as after:
+                space: Any = SimpleNamespace(project=project, after=after)
+                record_process(run, space)
+                for part in parts:
+                    write_events(run, part)
+
+        train(EVENTS[:1])
         older = run.events.read_bytes()
-        write_events(run, EVENTS[1:])
-        save_json(run.process, {EVENT_BYTES: run.events.stat().st_size})
+        train(EVENTS[1:])
         assert not run.read_events(NODES).num_breaks
         run.events.write_bytes(older)
         assert run.read_events(NODES).num_breaks == 1
-        write_events(run, EVENTS * 2)
+        train()  # it fails before the ranks start
+        assert run.read_events(NODES).num_breaks == 1
+        train(EVENTS * 2)
         events = run.read_events(NODES)
         assert len(list(events)) == 1 + 2 * len(EVENTS)
         assert events.num_breaks == 1
