@@ -204,8 +204,8 @@ def check_output(path: Path, option: str, *, force: bool = True) -> None:
 
 
 def save_json(path: Path, content: object, indent: int | None = 2) -> None:
-    """Write an object as JSON with a checksum, so that it survives a power cut. Raises OSError."""
-    document = json.dumps(to_jsonable_python(content), indent=indent, sort_keys=True).encode()
+    """Write a dict or a dataclass as JSON with a checksum. It survives a power cut. Raises OSError."""
+    document = json.dumps(content, indent=indent, sort_keys=True, default=to_jsonable_python).encode()
     save_bytes(path, (add_check(document)[0] if content else document) + b"\n")
 
 

@@ -157,7 +157,7 @@ class FleetState:
 
 def save_state(paths: FleetPaths, state: FleetState) -> None:
     """Write state.json atomically."""
-    save_json(paths.state, state)
+    save_json(paths.state, {**vars(state), "fleet_path": str(state.fleet_path)})
 
 
 def load_state(paths: FleetPaths) -> FleetState | None:
