@@ -33,8 +33,7 @@ from csdctl.worker.protocol.run_spec import BEST_MODEL, LAST_MODEL, step_file_in
 
 MAX_SAMPLES = 10**15
 NEW_RUN = "start a new run"
-EVENT_BYTES = "event_bytes"
-"""Key of the size of events.jsonl in process.json."""
+EVENT_BYTES = "event_bytes"  # in process.json
 NO_LINK = "replace it with the file itself, or remove it"
 LATEST = "latest"
 """The name of the latest run on the command line."""

@@ -355,6 +355,9 @@ class Supervisor:
 
     def _note_members(self, joined: events.Joined) -> None:
         members = {int(rank) for rank in joined.batch_sizes}
+        for rank in self._finished - members if not self._has_trained else ():
+            self._finished.remove(rank)
+            self._lose(rank, NodeError(EARLY, node=self._nodes[rank]))
         for rank, reason in joined.lost:
             state = self._ranks.get(rank)
             if state and rank not in members and state.loss is None and state.is_member:
@@ -407,9 +410,7 @@ class Supervisor:
             self._lose(report.culprit, NodeError(report.message, node=node, remedy=remedy))
 
     def _note_completion(self, finished: events.Finished) -> None:
-        """Note that a rank has finished, which rank 0 may contradict later."""
-        if not self._has_trained:
-            self._lose(finished.rank, NodeError(EARLY, node=finished.node))
+        """Note that a rank has finished, which rank 0 may contradict with its next `Joined`."""
         self._finished.add(finished.rank)
 
     def _note_waiting(self, message: events.WaitingFor) -> None:

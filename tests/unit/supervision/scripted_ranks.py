@@ -144,6 +144,8 @@ class Fleet:
         self.on_link: Callable[[ScriptedLink], None] = lambda link: None
         self.never_connect: set[int] = set()
         """Ranks whose links do not connect from now on."""
+        self.overtaking: tuple[int, ...] = ()
+        """Ranks whose completion arrives before the first event of rank 0."""
         self.reachable: set[int] = set()
         """Ranks with a machine that answers when they are restarted."""
         self.members: set[int] = set()
@@ -219,6 +221,8 @@ class Fleet:
         joined = self.members | (present if self.members else self._begins_with)
         if joined != self.members or self._lost:
             is_start, self.members = not self.members, joined
+            for rank in self.overtaking if is_start else ():
+                self.rank(rank).finish()
             self.groups.append(tuple(sorted(self.members)))
             sizes = {str(rank): 8 for rank in sorted(self.members)}
             lost, self._lost = tuple(self._lost), []

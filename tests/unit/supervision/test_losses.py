@@ -219,6 +219,21 @@ def test_failure_of_a_node_after_its_completion_is_a_warning(
     assert fleet.nodes_of(NodeLost) == []
 
 
+def test_completion_that_overtakes_the_start_of_rank_0_counts(fleet: Fleet) -> None:
+    """Of a run of which nothing is left to train: each rank reports by a connection of its own."""
+
+    def finish_others(fleet: Fleet) -> None:
+        for rank in (2, 0):
+            fleet.rank(rank).finish()
+        for rank in (1, 2, 0):
+            fleet.rank(rank).exit(is_clean=True)
+
+    fleet.overtaking = (1,)
+    fleet.scripts[1] = finish_others
+    fleet.run()
+    assert fleet.nodes_of(NodeLost) == []
+
+
 def test_completion_that_rank_0_knows_nothing_of_is_a_loss_and_others_still_come_back(fleet: Fleet) -> None:
     def lose_both(fleet: Fleet) -> None:
         fleet.rank(1).finish()
