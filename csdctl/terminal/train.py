@@ -72,13 +72,14 @@ class TrainingScreen(PreparationScreen):
                 self._show_end(line, "released so far", stopped.summary, self.run, is_stopped=True)
                 raise
         summary, run = result.summary, result.directory
+        if damaged := [*summary.missing_models, *[run.events.name][: summary.num_breaks]]:
+            self.say(f"warning: not as csdctl wrote them: {', '.join(damaged)}; `csdctl report` says more")
         if result.was_complete:
             self.say(f"run {summary.run_id} is complete: nothing to resume")
             self._streams.result_line(document("csdctl.report/1", summary, path=str(run.path)))
         else:  # a callback may have stopped it
-            is_stopped = summary.state == STOPPED
             line = f"{describe_result(summary)}; `csdctl report` shows more"
-            self._show_end(line, "released", summary, run, is_stopped=is_stopped)
+            self._show_end(line, "released", summary, run, is_stopped=summary.state == STOPPED)
         return result
 
     def show(self, event: object) -> None:

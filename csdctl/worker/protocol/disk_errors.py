@@ -37,10 +37,9 @@ REMEDIES = PERMANENT | {
 def find_mount(path: str) -> str:
     """Return where the file system of a path is mounted, '/' where that is unknown."""
     with contextlib.suppress(OSError):  # such as a working directory that is gone
-        parts = Path(os.path.realpath(path))
         names = (line.split(b" ")[1] for line in Path("/proc/self/mounts").read_bytes().splitlines())
         points = (os.fsdecode(name.decode("unicode_escape").encode("latin-1")) for name in names)
-        return max(filter(parts.is_relative_to, points), key=len, default="/")
+        return max(filter(Path(os.path.realpath(path)).is_relative_to, points), key=len, default="/")
     return "/"
 
 
