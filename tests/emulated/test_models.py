@@ -140,8 +140,11 @@ def test_model_with_two_inputs_trains_and_own_metric_is_evaluated(project: Path)
     mean_error, far_off = map(float, output.split()[-2:])
     expected = {"mean_absolute_error": mean_error, "far_off": far_off}
     assert ends[-1]["validation_metrics"] == pytest.approx(expected, rel=1e-4)
-    again = succeed(project, "train", "--resume", "latest", "--skip-doctor")
-    assert "is complete: nothing to resume" in again.stdout + again.stderr
+    for is_whole in (True, False):
+        again = succeed(project, "train", "--resume", "latest", "--skip-doctor")
+        assert "is complete: nothing to resume" in again.stdout + again.stderr
+        assert ("not as csdctl wrote them: best.keras" in again.stderr) is not is_whole
+        Path(report["path"], "best.keras").write_bytes(b"damaged")
 
 
 def test_augmentation_and_random_layers_repeat_and_are_verified_with_the_states_of_every_rank(
