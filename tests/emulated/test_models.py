@@ -142,8 +142,9 @@ def test_model_with_two_inputs_trains_and_own_metric_is_evaluated(project: Path)
     assert ends[-1]["validation_metrics"] == pytest.approx(expected, rel=1e-4)
     for is_whole in (True, False):
         again = succeed(project, "train", "--resume", "latest", "--skip-doctor")
-        assert "is complete: nothing to resume" in again.stdout + again.stderr
-        assert ("not as csdctl wrote them: best.keras" in again.stderr) is not is_whole
+        said = again.stdout + again.stderr
+        assert "is complete: nothing to resume" in said
+        assert ("not as csdctl wrote them: best.keras" in said) is not is_whole
         Path(report["path"], "best.keras").write_bytes(b"damaged")
 
 
