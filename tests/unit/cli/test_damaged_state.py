@@ -246,7 +246,7 @@ def test_damaged_file_is_named_with_what_to_do_or_is_not_needed(
     if expected[0] or SKIPPED in said:
         assert "→" in said or any(
             remedy in said
-            for remedy in ("(mend it, or remove the run: csdctl ", f"({UPDATE})", f"({NO_LINK})")
+            for remedy in ("(mend it, or remove the run: csdctl runs rm ", f"({UPDATE})", f"({NO_LINK})")
         )
 
 
