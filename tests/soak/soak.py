@@ -259,9 +259,8 @@ class Soak:
             _, joined, since = text.rpartition('"event":"Joined"')
             members = json.loads("{" + joined + since.partition("\n")[0])["batch_sizes"]
             is_lost = '"event":"NodeLost"' in since
-            return (
-                len(members) == 1 + len(self.fleet.nodes) and '"Progress","rank":0' in since and not is_lost
-            )
+            has_stepped = any(f'"{name}","rank":0' in since for name in ("Progress", "EpochEnd"))
+            return len(members) == 1 + len(self.fleet.nodes) and has_stepped and not is_lost
         return False
 
     # Faults
@@ -432,6 +431,8 @@ def count_repeated(path: Path) -> int:
         event = json.loads(line)
         if event["rank"] == 0 and event["event"] == "Progress":
             latest = event["epoch"], event["step"]
+        elif event["rank"] == 0 and event["event"] == "EpochEnd":  # a short epoch has no other report
+            latest = event["epoch"] + 1, 0
         elif event["event"] == "Joined":
             per_epoch, at = event["steps_per_epoch"], (event["epoch"], event["step"])
             if event["is_start"] and at < latest:
