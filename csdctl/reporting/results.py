@@ -346,10 +346,12 @@ def read_results(run: RunDirectory) -> RunResults:
 def examine_results(run: RunDirectory) -> RunResults:
     """Return `read_results` with the saved models that are not as they were. Reads all of them."""
     results = read_results(run)
-    saved = {BEST_MODEL: results.summary.best_weights_hash} if results.summary.best_epoch else {}
-    saved |= {LAST_MODEL: results.summary.weights_hash} if results.summary.state == COMPLETED else {}
+    summary = results.summary
+    # Where events are lost, another epoch may have been the best.
+    saved = {BEST_MODEL: summary.best_weights_hash * (not summary.num_breaks)} if summary.best_epoch else {}
+    saved |= {LAST_MODEL: summary.weights_hash} if summary.state == COMPLETED else {}
     missing = tuple(name for name, weights in saved.items() if not has_model(run.path / name, weights))
-    return replace(results, summary=replace(results.summary, missing_models=missing))
+    return replace(results, summary=replace(summary, missing_models=missing))
 
 
 def list_forecast_errors(project: ProjectDirectory) -> tuple[float, ...]:

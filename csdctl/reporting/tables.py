@@ -202,7 +202,7 @@ def describe_breaks(num_breaks: int, run_id: str) -> str:
 
 
 def _describe_missing(model: str, run_id: str) -> str:
-    resume = f"`csdctl train --resume {run_id}` saves it again from a checkpoint"
+    resume = f"`csdctl train --resume {run_id}` saves it again if a checkpoint is left"
     return f"{model} is missing, unreadable or replaced: {resume if model == LAST_MODEL else 'train again'}"
 
 

@@ -1,6 +1,7 @@
 """Several inputs, user metrics, augmentation and private noise, trained on an emulated host and two nodes."""
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -146,6 +147,11 @@ def test_model_with_two_inputs_trains_and_own_metric_is_evaluated(project: Path)
         assert "is complete: nothing to resume" in said
         assert ("not as csdctl wrote them: best.keras" in said) is not is_whole
         Path(report["path"], "best.keras").write_bytes(b"damaged")
+    # A later run that is damaged is skipped, but where nothing else is left to resume, it is an error.
+    later = shutil.copytree(report["path"], Path(report["path"]).with_name("later"))
+    (later / "manifest.json").unlink()
+    assert "error: .csdctl/runs/later/manifest.json" in refuse(project, "train", "--resume", "latest")
+    shutil.rmtree(later)
 
 
 def test_augmentation_and_random_layers_repeat_and_are_verified_with_the_states_of_every_rank(

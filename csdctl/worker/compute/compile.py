@@ -104,7 +104,8 @@ def trace_all(
         return [(compiler, info, builder)]
     parts, of_ranks = SplitCompiler(compiler, cut, example), GraphBuilder()
     info = parts.add_to(builder, info)
-    return [(compiler, info, builder), (parts.of_ranks, parts.describe_ranks(of_ranks, info), of_ranks)]
+    info_of_ranks = replace(parts.of_ranks.trace(of_ranks), split=info.split)
+    return [(compiler, info, builder), (parts.of_ranks, info_of_ranks, of_ranks)]
 
 
 def make_compiler(

@@ -182,10 +182,6 @@ class SplitCompiler:
             joined += [by_variable.get(id(variable), tf.zeros(variable.shape)) for variable in variables]
         return tf.concat([*(tf.reshape(part, [-1]) for part in joined), total[layout.statistics.stop :]], 0)
 
-    def describe_ranks(self, builder: GraphBuilder, info: StepInfo) -> StepInfo:
-        """Trace the functions of the other ranks. Return their info. `info`: of rank 0."""
-        return replace(self.of_ranks.trace(builder), split=info.split)
-
     def _state_of_ranks(self) -> list[int]:
         """Return the variables of the whole model's state that the other ranks have. Raises WorkerError."""
         places = {id(variable): place for place, variable in enumerate(self._whole_model.variables)}

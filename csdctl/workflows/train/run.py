@@ -39,7 +39,7 @@ from csdctl.worker.protocol.durable_files import save_text
 from csdctl.worker.protocol.events import Event
 from csdctl.worker.protocol.json_codec import to_json
 from csdctl.worker.protocol.orders import Order
-from csdctl.worker.protocol.run_spec import NUM_CHECKPOINTS, RunSpec
+from csdctl.worker.protocol.run_spec import NUM_CHECKPOINTS, RunSpec, step_file_in_memory
 from csdctl.workflows.data.deploy import deploy_files
 from csdctl.workflows.data.files import whole
 from csdctl.workflows.preflight.examination import explain_failure
@@ -250,12 +250,16 @@ def train(resolved: ResolvedRun, options: TrainOptions) -> tuple[RunDirectory, R
 def build_saving_spec(resolved: ResolvedRun, run: RunDirectory, options: TrainOptions) -> RunSpec:
     """Return the RunSpec of a training, which saves checkpoints and the state of each step."""
     space = resolved.context.space
+    step_file, in_memory = space.project.step_file(run), step_file_in_memory(space.project.root, run.run_id)
+    if step_file != in_memory:
+        problem = f"{in_memory.parent} is not a directory of this user alone (remove it)"
+        resolved.context.events.say(f"warning: {problem}: what is in it is not used, but {step_file}")
     return build_spec(
         resolved,
         run,
         options,
         num_checkpoints=options.num_checkpoints or NUM_CHECKPOINTS,
-        step_file=str(space.project.step_file(run)),
+        step_file=str(step_file),
         manifest=store_manifest(run, space),
     )
 

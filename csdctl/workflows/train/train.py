@@ -13,7 +13,7 @@ from csdctl.launch.mpirun import find_mpirun
 from csdctl.notify import Say
 from csdctl.reporting.privacy import check_accountant
 from csdctl.reporting.results import RunSummary, examine_results
-from csdctl.runs.directory import ProjectDirectory, RunDirectory
+from csdctl.runs.directory import LATEST, ProjectDirectory, RunDirectory
 from csdctl.transport.commands import find_state_directory
 from csdctl.tuning.plan import DATA_PARALLEL, Plan
 from csdctl.workflows.data.prepare import load_absent, load_prepared, prepare_in
@@ -57,6 +57,9 @@ def run_training(request: TrainRequest, events: EventStream) -> TrainResult:
     ) as space:
         choice = _choose(request, plan, space, events)
         if choice.run and resuming.is_complete(choice.run, request.job):
+            latest = space.project.find_run(LATEST)
+            if request.resume == LATEST and latest.events.exists():  # damaged, and skipped with a warning
+                latest.read_manifest(), resuming.load_spec(latest)
             return TrainResult(choice.run, examine_results(choice.run).summary, was_complete=True)
         # Before data is prepared for hours; otherwise the run itself links the machines at once.
         _examine(request, space, events, with_links=load_prepared(space.project, request.job) is None)

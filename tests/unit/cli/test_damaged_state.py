@@ -7,6 +7,7 @@ import os
 import shutil
 import zipfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -248,6 +249,22 @@ def test_damaged_file_is_named_with_what_to_do_or_is_not_needed(
             remedy in said
             for remedy in ("(mend it, or remove the run: csdctl runs rm ", f"({UPDATE})", f"({NO_LINK})")
         )
+
+
+def test_best_model_is_not_called_replaced_where_its_epoch_is_lost_from_the_log(
+    project: ProjectDirectory, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = project.find_run(OLD)
+    later = replace(END, epoch=3, validation_loss=0.1, weights_hash="better")
+    run.events.unlink()
+    write_events(run, [END, BEST, later, replace(BEST, epoch=4), *DONE], 1_700_000_000)
+    with zipfile.ZipFile(run.best_model, "w") as archive:
+        archive.comment = describe_model(OLD, later.weights_hash).encode()
+    save_json(run.process, {"ended": "2026-01-02", EVENT_BYTES: run.events.stat().st_size})
+    assert "best.keras is missing" not in say(f"report {OLD}", capfd)[1]
+    run.events.write_text("".join(run.events.read_text().splitlines(keepends=True)[:2]))
+    said = say(f"report {OLD}", capfd)[1]
+    assert ("best.keras is missing" in said, "lines are lost" in said) == (False, True)
 
 
 @pytest.mark.parametrize("command", [LIST, REPORT, LOGS, PRIVACY, RESUME, FAILED_FROM])
