@@ -8,16 +8,15 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from math import log
 from statistics import median
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
-from csdctl.documents import load_kept
 from csdctl.errors import InputError
 from csdctl.perfmodel.spread import Range
 from csdctl.reporting.energy import RunEnergy, add_up_energy
 from csdctl.reporting.privacy import PassCounter, Privacy, measure_privacy
 from csdctl.reporting.series import RunSeries, SeriesBuilder
 from csdctl.reporting.tally import Tally
-from csdctl.runs.directory import Manifest, ProjectDirectory, RunDirectory, has_model
+from csdctl.runs.directory import EVENT_BYTES, Manifest, ProjectDirectory, RunDirectory, has_model
 from csdctl.runs.ledger import MEASURED, read_power
 from csdctl.runs.stored_events import find_end
 from csdctl.tuning.plan import DATA_PARALLEL, SPLIT
@@ -134,6 +133,8 @@ class RunSummary:
     """Lines of the stored events that could not be read, and are left out."""
     num_breaks: int = 0
     """Places in the stored events where lines are lost, repeated, moved, changed or of another run."""
+    num_missing: int = 0
+    """Epochs whose end is not in the stored events."""
     missing_models: tuple[str, ...] = ()
     """Files of saved models that are missing, unreadable or replaced: of another run or other weights."""
     reason: str = ""
@@ -221,8 +222,8 @@ class RunFollower:
         """Note the hash that a rank reports, before or after rank 0 does."""
         last = self.last_epoch
         is_closed = event.epoch == last.epoch and event.epoch not in self.open_epochs
-        if event.rank and is_closed and event.weights_hash == last.weights_hash:
-            return  # of a rank that was lost since
+        if is_closed and event.weights_hash == last.weights_hash:
+            return  # of a rank that was lost since, or the epoch is repeated
         needed, hashes = self.open_epochs.get(event.epoch, (self.passes.members, {}))
         hashes[event.rank] = event.weights_hash
         self._close_epoch(event.epoch, self.passes.members if event.rank == 0 else needed, hashes)
@@ -275,6 +276,7 @@ def summarize(run_id: str, manifest: Manifest, run: RunFollower) -> RunSummary:
         num_ranks=len(ranks),
         global_batch=sum(rank.batch_size for rank in ranks),
         epochs=tally.num_epochs - is_within_epoch,
+        num_missing=tally.num_missing,
         steps=tally.steps,
         samples=tally.samples,
         training_s=reports.wall_s,
@@ -331,7 +333,7 @@ def read_results(run: RunDirectory) -> RunResults:
     summary, series = summarize(run.run_id, manifest, follower), builder.build()
     samples = {node: round(sum(series.samples[rank])) for rank, node in enumerate(series.nodes)}
     energy = add_up_energy(read_power(run), series.nodes, samples, series.trained)
-    state, error = read_end(run)
+    state, error = (str(run.load_process().get(key, "")) for key in ("state", "error"))
     summary = replace(
         summary,
         num_unreadable=stored.num_unreadable,
@@ -347,8 +349,9 @@ def examine_results(run: RunDirectory) -> RunResults:
     """Return `read_results` with the saved models that are not as they were. Reads all of them."""
     results = read_results(run)
     summary = results.summary
-    # Where events are lost, another epoch may have been the best.
-    saved = {BEST_MODEL: summary.best_weights_hash * (not summary.num_breaks)} if summary.best_epoch else {}
+    # Of a csdctl that was killed, the log may lack the end of the best epoch.
+    is_whole = run.load_process().get(EVENT_BYTES) == run.count_event_bytes() and not summary.num_breaks
+    saved = {BEST_MODEL: summary.best_weights_hash * is_whole} if summary.best_epoch else {}
     saved |= {LAST_MODEL: summary.weights_hash} if summary.state == COMPLETED else {}
     missing = tuple(name for name, weights in saved.items() if not has_model(run.path / name, weights))
     return replace(results, summary=replace(summary, missing_models=missing))
@@ -372,12 +375,6 @@ def list_forecast_errors(project: ProjectDirectory) -> tuple[float, ...]:
             if is_whole and predicted and rate and tally.ranks[0].steps >= MIN_COMPARED_STEPS:
                 errors.append(log(rate / predicted))
     return tuple(errors)
-
-
-def read_end(run: RunDirectory) -> tuple[str, str]:
-    """Return FAILED or STOPPED and the error with which the csdctl of `run` ended. '' without an error."""
-    end = load_kept(run.process, dict[str, Any]) or {}
-    return str(end.get("state", "")), str(end.get("error", ""))
 
 
 @dataclass(frozen=True)
@@ -439,7 +436,7 @@ def load_run_status(run: RunDirectory, kept: KeptStatus | None = None) -> KeptSt
         manifest = run.read_manifest()
     except InputError:
         return KeptStatus(RunStatus(run.run_id, INTERRUPTED), files, has_ended=False)
-    process = load_kept(run.process, dict[str, Any]) or {}
+    process = run.load_process()
     has_ended = not process or "ended" in process
     nodes, end = manifest.nodes, (0, 0) if has_ended else find_end(run.events)
     follower, start = RunFollower(PassCounter(len(nodes))), 0

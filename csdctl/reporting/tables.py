@@ -164,8 +164,10 @@ def describe_run(summary: RunSummary) -> list[tuple[str, str]]:
     lost = format_node_names(summary.lost_nodes)
     if unread := summary.num_private_unread:
         lost += f"; {unread:,} private samples were not read"
+    again = {LAST_MODEL: f"`csdctl train --resume {summary.run_id}` saves it again if a checkpoint is left"}
     log = f"runs/{summary.run_id}/events.jsonl"
     skipped = f"{summary.num_unreadable:,} lines of {log} were skipped: damaged, or of another version"
+    missing = f"{log} lacks the end of {format_count(summary.num_missing, 'epoch')}: csdctl was killed"
     num_changes = max(summary.num_tried, summary.num_rebalanced)  # earlier versions tried none
     changes = f"{format_count(num_changes, 'change')} of batch sizes tried, {summary.num_rebalanced} kept"
     left_out = format_node_names(summary.left_out)
@@ -187,8 +189,12 @@ def describe_run(summary: RunSummary) -> list[tuple[str, str]]:
         *(("privacy", line) for line in privacy),
         ("lost", lost),
         ("events", skipped if summary.num_unreadable else ""),
+        ("events", f"{missing}, or lines are lost" * bool(summary.num_missing)),
         ("events", describe_breaks(summary.num_breaks, summary.run_id) if summary.num_breaks else ""),
-        *(("model", _describe_missing(name, summary.run_id)) for name in summary.missing_models),
+        *(
+            ("model", f"{name} is missing, unreadable or replaced: {again.get(name, 'train again')}")
+            for name in summary.missing_models
+        ),
         ("left out", f"{left_out}: training is faster without them, by the plan" if left_out else ""),
         ("balance", changes if num_changes else ""),
     ]
@@ -199,11 +205,6 @@ def describe_breaks(num_breaks: int, run_id: str) -> str:
     """Return what is wrong with the events of a run whose lines are not as they were written."""
     where = f"at {format_count(num_breaks, 'place')} of runs/{run_id}/events.jsonl"
     return f"{where}, lines are lost, repeated, changed or of another run: figures may be wrong"
-
-
-def _describe_missing(model: str, run_id: str) -> str:
-    resume = f"`csdctl train --resume {run_id}` saves it again if a checkpoint is left"
-    return f"{model} is missing, unreadable or replaced: {resume if model == LAST_MODEL else 'train again'}"
 
 
 def _describe_metric(validation: float | None, training: float | None) -> str:

@@ -258,8 +258,14 @@ class RunDirectory:
 
     def has_lost_events(self) -> bool:
         """Return whether the log is shorter than when the latest csdctl of the run ended."""
-        kept = (load_kept(self.process, dict[str, Any]) or {}).get(EVENT_BYTES)
+        kept = self.load_process().get(EVENT_BYTES)
         return isinstance(kept, int) and self.count_event_bytes() < kept
+
+    def load_process(self) -> dict[str, Any]:
+        """Return process.json. {} where it is missing, damaged or of another run."""
+        process = load_kept(self.process, dict[str, Any]) or {}
+        is_own = process.get("run", self.run_id) == self.run_id
+        return process if is_own or process["run"] == self.first_id() else {}
 
     def count_event_bytes(self) -> int:
         """Return the size of the log, 0 where there is none."""

@@ -409,10 +409,6 @@ class Supervisor:
             remedy = "look for NaN in the samples, failing memory, another TensorFlow, then for an intruder"
             self._lose(report.culprit, NodeError(report.message, node=node, remedy=remedy))
 
-    def _note_completion(self, finished: events.Finished) -> None:
-        """Note that a rank has finished, which rank 0 may contradict with its next `Joined`."""
-        self._finished.add(finished.rank)
-
     def _note_waiting(self, message: events.WaitingFor) -> None:
         for node in message.nodes:
             rank = self._nodes.index(node)
@@ -487,7 +483,7 @@ ACTIONS: Mapping[type[RankMessage], Callable[[Supervisor, Any], None]] = {
     events.WaitingFor: Supervisor._note_waiting,
     events.Misbehaved: Supervisor._note_fault,
     events.Failed: Supervisor._note_failure,
-    events.Finished: Supervisor._note_completion,
+    events.Finished: lambda it, event: it._finished.add(event.rank),  # rank 0's next Joined may contradict
     ProcessEnded: Supervisor._note_exit,
 }
 """The consequence of each message of a rank; others change nothing."""

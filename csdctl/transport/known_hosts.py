@@ -114,6 +114,7 @@ class KnownHosts:
         except (binascii.Error, ValueError):
             blob = b""
         if not blob.startswith(len(fields[1]).to_bytes(4, "big") + fields[1].encode()):
+            names = names if fields[1].startswith(("ssh-", "ecdsa-", "sk-")) else ("*",)  # of anybody
             self._unsupported.append((names, f"{path}:{number} has no key of type {fields[1][:40]}"))
             return
         key = HostKey(fields[1], blob, path, number, is_revoked=bool(marker))

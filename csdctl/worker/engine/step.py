@@ -189,11 +189,6 @@ class StepEngine:
         """The learning rates of the optimizers that follow the recipe's."""
         return [np.asarray(self.rate * factor, np.float32) for factor in self.info.rate_factors]
 
-    @property
-    def metric_names(self) -> list[str]:
-        """Names of the results of `metrics`."""
-        return list(dict.fromkeys([*(metric.name for metric in self.info.metrics), *self.info.logs]))
-
     def set_step(self, step: int, learning_rate: float) -> None:
         """Set the learning rate and the random states of the run's step `step`, counted from 0."""
         self.position = (step, self._rank)

@@ -72,6 +72,7 @@ class World:
         """
         self.rank: int = communicator.rank
         self._peer = 1 - self.rank
+        self.finalize: Any = mpi.Finalize  # waits for the other rank's
 
     def start_send(self, content: Any, tag: int) -> Any:
         """Send the memory of `content`, which must not change before the request is complete."""
@@ -81,10 +82,6 @@ class World:
         """Receive as many bytes as `into`, a memoryview, has."""
         request = self._communicator.Irecv(into, self._peer, tag)
         return Incoming(request, self._status, self._mpi.Exception, into.nbytes)
-
-    def finalize(self) -> None:
-        """Leave MPI, when the other rank does."""
-        self._mpi.Finalize()
 
 
 def init_mpi() -> World:

@@ -116,7 +116,8 @@ class Train(ModelTask):
         validation = self.spec.validation
         self._validation = PreparedSamples(validation) if validation and self.is_root else None
         super().load()
-        check_monitors(self.spec.recipe, self.step.metric_names)
+        info = self.step.info
+        check_monitors(self.spec.recipe, [*(metric.name for metric in info.metrics), *info.logs])
         self.balancer = Balancer(self.max_batch_sizes) if self.spec.is_balanced else None
         is_plain = not (
             self.spec.split

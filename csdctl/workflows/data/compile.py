@@ -180,6 +180,6 @@ def _compile_missing(missing: Sequence[tuple[CompileRequest, Path]], compiler: W
         pairs = zip(missing, asides, strict=True)
         requests = tuple(replace(request, output=str(aside)) for (request, _), aside in pairs)
         compiled = compiler.call(CompileRequests(requests), Compiled)
-        for aside, reason in zip(asides, compiled.reasons, strict=True):
+        for (_, directory), aside, reason in zip(missing, asides, compiled.reasons, strict=True):
             save_text(aside / REASON, json.dumps(reason))
-            seal(aside)
+            seal(aside, directory.name)

@@ -40,7 +40,7 @@ from csdctl.worker.protocol.run_spec import CompiledStep, DatasetSlice, UserCode
 MODEL_FILES = ("info.json", "architecture.json", "weights.npz")
 PART_FILES = ("prefix.json", "prefix.npz", "head.json", "head.npz")
 """Files of the two parts of a model whose first layers are frozen."""
-HASHES, SHAPES = "hashes.json", "shapes.json"
+HASHES, SHAPES, SEALED = "hashes.json", "shapes.json", ""
 ARRAYS = ("images.npy", "labels.npy")
 """Files of prepared data, and of a shard of it."""
 WEIGHT_FILES = (".h5", ".keras")
@@ -174,22 +174,23 @@ def _build(job: Job, worker: StoredFile, host: Session, directory: Path, shapes:
         save_text(aside / "info.json", to_json(info) + "\n")
         listed = {name: [dtype, list(shape)] for name, (dtype, shape) in (shapes or {}).items()}
         save_json(aside / SHAPES, listed)
-        seal(aside)
+        seal(aside, directory.name)
 
 
-def seal(directory: Path) -> dict[str, str]:
-    """Record and return the hashes of all files in a directory that is complete."""
+def seal(directory: Path, name: str) -> dict[str, str]:
+    """Record and return the hashes of all files in a complete directory, which will be called `name`."""
     files = [path for path in directory.rglob("*") if path.is_file()]
     hashes = {str(file.relative_to(directory)): hash_file(file) for file in files}
-    save_json(directory / HASHES, hashes)
+    save_json(directory / HASHES, {SEALED: name, **hashes})
     return hashes
 
 
 def load_intact(directory: Path) -> dict[str, str]:
-    """Return the hashes of a sealed directory. {} if it is not sealed, or a file has changed since."""
+    """Return the hashes of a directory sealed by this name. {} if there is none, or a file has changed."""
     recorded = load_kept(directory / HASHES, dict[str, str]) or {}
     try:
-        return recorded if all(hash_file(directory / name) == recorded[name] for name in recorded) else {}
+        is_own = recorded.pop(SEALED, "") == directory.name
+        return recorded if is_own and all(hash_file(directory / k) == recorded[k] for k in recorded) else {}
     except OSError:
         return {}
 
@@ -258,7 +259,7 @@ def _cut(
                         raise InputError(f"{public.path}/{array} {problem}", remedy="run `csdctl prepare`")
                     checked.append(array)
                 np.save(aside / array, np.load(path, mmap_mode="r", allow_pickle=False)[rows])
-            hashes = seal(aside)
+            hashes = seal(aside, name)
     images, labels = (
         stored_as(f"{hashes[array]}.npy", directory / array, TrafficClass.PUBLIC) for array in ARRAYS
     )

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from csdctl.documents import check_output
 from csdctl.notify import Say, make_printable
+from csdctl.reporting.numbers import format_count
 from csdctl.reporting.page import render_page
 from csdctl.reporting.privacy import Flow, Privacy, add_flows, count_passes, list_readers, measure_privacy
 from csdctl.reporting.results import RUNNING, RunResults, examine_results
@@ -79,8 +80,11 @@ def privacy(project: ProjectDirectory, run: RunDirectory, say: Say) -> PrivacyRe
     manifest, path = run.read_manifest(), project.ledger
     stored = run.read_events(manifest.nodes)
     passes = count_passes((event for _, event in stored.skim()), len(manifest.nodes))
-    if not path.exists():
-        say(f"warning: {path} is missing: what left the machines is not known")
+    recorded = {entry.run for entry in read_ledger(path)}
+    runs = [RunDirectory(project.runs / name) for name in project.run_ids()]
+    if missing := [it.run_id for it in runs if it.events.exists() and it.first_id() not in recorded]:
+        what = f"{path} has nothing of {format_count(len(missing), 'run')}, the latest {missing[-1]}"
+        say(f"warning: {what}: csdctl is training, was killed, or lines are lost")
     if stored.num_breaks:
         say(f"warning: {describe_breaks(stored.num_breaks, run.run_id)}")
     return PrivacyReport(

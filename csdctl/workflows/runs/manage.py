@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TextIO, TypeVar
 
-from csdctl.documents import load_json, load_kept, load_text, save_json
+from csdctl.documents import load_kept, load_text, save_json
 from csdctl.errors import CsdctlError, DeadlineError, ExitCode, InputError, RunError
 from csdctl.launch.leftovers import is_elsewhere, is_gone, is_held, read_holder, show_holder
 from csdctl.notify import DATED, DETACHED, Say, shorten, warn
@@ -63,9 +63,7 @@ class RunProcess:
 
 def process_of(run: RunDirectory) -> RunProcess:
     """Return the process that trains `run`. One without a description is not running."""
-    holder: Mapping[str, object] = {}
-    with suppress(InputError):
-        holder = read_holder(load_json(run.process))
+    holder = read_holder(run.load_process())
     pid = holder.get("pid")
     if not isinstance(pid, int) or is_gone(holder):
         return RunProcess(holder, None, is_alive=False, is_running=False)
@@ -140,8 +138,8 @@ def as_process_says(run: RunDirectory, status: StatusT) -> StatusT:
     process = process_of(run)
     if process.is_running:
         return replace(status, state=RUNNING)
-    is_unfinished = status.state in (results.INTERRUPTED, results.FAILED)
-    if is_unfinished and "ended" in process.holder and not results.read_end(run)[0]:  # without an error
+    is_unfinished, end = status.state in (results.INTERRUPTED, results.FAILED), run.load_process()
+    if is_unfinished and "ended" in end and not end.get("state"):  # without an error
         state = results.STOPPED if status.reason == STOPPED else results.COMPLETED
         return replace(status, state=state, reason=status.reason or EVENTS_LOST)
     return status

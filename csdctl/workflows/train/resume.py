@@ -18,7 +18,6 @@ from csdctl.errors import InputError
 from csdctl.fleet.model import HOST_NAME, Fleet
 from csdctl.job.model import Job
 from csdctl.notify import Say
-from csdctl.reporting.results import read_end
 from csdctl.runs import directory
 from csdctl.runs.directory import NEW_RUN, Manifest, ProjectDirectory, RunDirectory
 from csdctl.tuning.plan import check_schema
@@ -64,16 +63,15 @@ def is_complete(run: RunDirectory, job: Job) -> bool:
     Raises InputError for a run that has saved its state, and has none left: it would begin again.
     """
     last: Joined | Finished | None = None
-    has_saved = False
-    nodes = run.read_manifest().nodes
+    nodes, has_saved = run.read_manifest().nodes, False
     for _, event in run.read_events(nodes).skim():
         has_saved |= isinstance(event, CheckpointSaved)
         if event.rank == 0 and isinstance(event, Joined | Finished):
             last = event
     if isinstance(last, Finished):
-        is_last_epoch = last.epochs >= job.recipe.epochs and not last.reason
-        is_over = last.reason == EARLY_STOPPING or is_last_epoch
-        if is_over and directory.has_model(run.model, last.weights_hash) and not read_end(run)[0]:
+        is_over = last.reason == EARLY_STOPPING or (last.epochs >= job.recipe.epochs and not last.reason)
+        is_over &= not run.load_process().get("state")
+        if is_over and directory.has_model(run.model, last.weights_hash):
             return True
     if has_saved and not run.has_state():
         problem = f"no state of run {run.run_id} is left: the checkpoints in {run.path} are gone"

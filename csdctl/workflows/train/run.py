@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from csdctl import __version__
-from csdctl.documents import load_kept, save_json
+from csdctl.documents import save_json
 from csdctl.energy.sampler import PowerSampler
 from csdctl.errors import DeadlineError, InputError, RunError
 from csdctl.fleet.model import HOST_NAME
@@ -53,8 +53,8 @@ from csdctl.workflows.workspace.workspace import Workspace
 def record_process(run: RunDirectory, space: Workspace) -> None:
     """Record that this process trains `run` and, once the machines are unlocked, how that ended."""
     check_directory(run.logs)
-    kept, before = (load_kept(run.process, dict[str, Any]) or {}).get(EVENT_BYTES, 0), run.count_event_bytes()
-    holder: dict[str, Any] = describe_holder("train", space.project.root) | {EVENT_BYTES: kept}
+    kept, before = run.load_process().get(EVENT_BYTES, 0), run.count_event_bytes()
+    holder = {"run": run.run_id, **describe_holder("train", space.project.root), EVENT_BYTES: kept}
     held = os.open(run.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)  # tells this process from others
     space.after.callback(os.close, held)
     save_json(run.process, holder)
@@ -252,8 +252,8 @@ def build_saving_spec(resolved: ResolvedRun, run: RunDirectory, options: TrainOp
     space = resolved.context.space
     step_file, in_memory = space.project.step_file(run), step_file_in_memory(space.project.root, run.run_id)
     if step_file != in_memory:
-        problem = f"{in_memory.parent} is not a directory of this user alone (remove it)"
-        resolved.context.events.say(f"warning: {problem}: what is in it is not used, but {step_file}")
+        problem = f"{in_memory.parent} is not a directory of this user alone"
+        resolved.context.events.say(f"warning: {problem}: remove it, or the state is in {step_file} alone")
     return build_spec(
         resolved,
         run,

@@ -57,9 +57,8 @@ def run_training(request: TrainRequest, events: EventStream) -> TrainResult:
     ) as space:
         choice = _choose(request, plan, space, events)
         if choice.run and resuming.is_complete(choice.run, request.job):
-            latest = space.project.find_run(LATEST)
-            if request.resume == LATEST and latest.events.exists():  # damaged, and skipped with a warning
-                latest.read_manifest(), resuming.load_spec(latest)
+            if request.resume == LATEST and (latest := space.project.find_run(LATEST)).events.exists():
+                latest.read_manifest(), resuming.load_spec(latest)  # damaged, and skipped with a warning
             return TrainResult(choice.run, examine_results(choice.run).summary, was_complete=True)
         # Before data is prepared for hours; otherwise the run itself links the machines at once.
         _examine(request, space, events, with_links=load_prepared(space.project, request.job) is None)

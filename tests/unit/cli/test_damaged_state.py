@@ -59,12 +59,15 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
         state = {"state": "stopped", "error": "interrupted"} if run_id == NEW else {}
         save_json(
             run.process,
-            describe_holder("train", root)
+            {"run": run_id}
+            | describe_holder("train", root)
             | {"ended": "2026-01-02", EVENT_BYTES: run.events.stat().st_size}
             | state,
         )
-    for _ in range(3):
-        Ledger(project.ledger, "train").save({("host", "csd0", "gradient"): 5})
+    for run_id in (OLD, NEW, NEW):
+        ledger = Ledger(project.ledger, "train")
+        ledger.run = run_id
+        ledger.save({("host", "csd0", "gradient"): 5})
     save_json(project.failed, {"schema": "csdctl.failed/1", "command": "exec", "failed": {"csd0": {}}})
     save_plan(project.plan("job"), Plan.model_validate(manifest_of(NODES)["plan"]))
     return root
@@ -186,6 +189,7 @@ CASES: list[tuple[str, tuple[str, ...], dict[str, tuple[int, str]]]] = [
     (SPEC, LINKS, {LIST: (0, SKIPPED), RESUME: (4, SKIPPED)}),
     (SPEC, ("newer spec",), {RESUME: (4, f"{SKIPPED}{{}} was written by a newer csdctl")}),
     (PROCESS, (*UNREADABLE, "a terabyte", "missing"), {LIST: (0, "interrupted")}),
+    (PROCESS, ("of another run",), {LIST: (0, "interrupted"), REPORT: (0, "interrupted")}),
     (PROCESS, ("pid of nobody", "pid as text"), {LIST: (0, STOPPED), f"runs rm {NEW} --yes": (0, "removed")}),
     (f"runs/{NEW}/logs", ("missing",), {LIST: (0, STOPPED), LOGS: (0, "has no logs yet")}),
     (f"runs/{NEW}/logs", ("a file",), {LIST: (0, STOPPED), LOGS: (2, "{}, where csdctl keeps its files")}),
@@ -198,7 +202,7 @@ CASES: list[tuple[str, tuple[str, ...], dict[str, tuple[int, str]]]] = [
     ("runs", ("a file", "a dangling link"), dict.fromkeys((LIST, REPORT, LOGS, RESUME), (2, "{}, where"))),
     ("runs", ("missing",), {LIST: (0, "no runs yet"), REPORT: (2, "no runs in {}")}),
     ("", ("a file", "a dangling link"), dict.fromkeys((LIST, REPORT, TRAIN), (2, ".csdctl, where"))),
-    ("ledger.jsonl", ("missing",), {PRIVACY: (0, "{} is missing: what left")}),
+    ("ledger.jsonl", ("missing", "empty"), {PRIVACY: (0, f"{{}} has nothing of 2 runs, the latest {NEW}")}),
     ("ledger.jsonl", ("a line less", "a digit more"), {PRIVACY: (0, "{}: lines are lost, repeated")}),
     ("ledger.jsonl", ("cut", "cut at its end", "NULs", "bytes"), {PRIVACY: (0, "{}: lines that cannot be")}),
     (
@@ -265,6 +269,8 @@ def test_best_model_is_not_called_replaced_where_its_epoch_is_lost_from_the_log(
     run.events.write_text("".join(run.events.read_text().splitlines(keepends=True)[:2]))
     said = say(f"report {OLD}", capfd)[1]
     assert ("best.keras is missing" in said, "lines are lost" in said) == (False, True)
+    save_json(run.process, {EVENT_BYTES: 0})  # of a csdctl that was killed
+    assert "is missing" not in say(f"report {OLD}", capfd)[1]
 
 
 @pytest.mark.parametrize("command", [LIST, REPORT, LOGS, PRIVACY, RESUME, FAILED_FROM])

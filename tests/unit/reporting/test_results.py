@@ -198,6 +198,9 @@ def test_run_that_continued_without_a_node_is_done_and_counts_unread_samples() -
     assert result.identical_weights
 
 
+ENDS = [epoch_end(rank, 2) for rank in (0, 1, 2)]
+
+
 @pytest.mark.parametrize(
     ("ends", "is_identical"),
     [
@@ -211,6 +214,8 @@ def test_run_that_continued_without_a_node_is_done_and_counts_unread_samples() -
         ([joined(0, 1), epoch_end(0, 1)], False),
         ([epoch_end(0, 1, "other"), epoch_end(1, 1), epoch_end(2, 1)], False),
         ([epoch_end(0, 1), epoch_end(1, 1, "other"), epoch_end(2, 1)], False),
+        ([*ENDS, joined(0, 1, 2, is_start=True), *reversed(ENDS)], True),
+        ([*ENDS, joined(0, 1, 2, is_start=True), epoch_end(1, 2, "other"), *ENDS[::2]], False),
     ],
 )
 def test_weights_are_those_of_the_ranks_that_ended_the_epoch(ends: list[Event], is_identical: bool) -> None:

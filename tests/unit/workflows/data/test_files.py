@@ -65,6 +65,17 @@ def test_shard_that_was_swapped_is_cut_again(tmp_path: Path, public: DatasetInfo
     assert content(shards) == before
 
 
+def test_shards_that_were_exchanged_are_cut_again(tmp_path: Path, public: DatasetInfo) -> None:
+    shards = cut(tmp_path, public)
+    before = content(shards)
+    first, second = (shards[name][0].source.parent for name in ("csd0", "csd1"))
+    aside = first.rename(first.with_name("aside"))
+    second.rename(first)
+    aside.rename(second)
+    assert content(shards) != before
+    assert content(cut(tmp_path, public)) == before
+
+
 def test_public_data_that_was_swapped_is_not_cut(tmp_path: Path, public: DatasetInfo) -> None:
     other = write(tmp_path, first=100)
     with pytest.raises(InputError, match="data/images.npy is not what was prepared") as raised:

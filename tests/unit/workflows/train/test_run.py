@@ -10,7 +10,6 @@ import pytest
 
 from csdctl.errors import RunError
 from csdctl.fleet.model import HOST_NAME, Fleet, Node
-from csdctl.reporting.results import read_end
 from csdctl.runs.directory import ProjectDirectory
 from csdctl.runs.ledger import Ledger, read_ledger
 from csdctl.shipping.store import StoredFile
@@ -181,5 +180,6 @@ def test_process_of_a_run_is_recorded_until_the_machines_are_unlocked_with_its_e
             raise error
     assert not process_of(run).is_running
     assert process_of(run).is_alive
-    assert read_end(run)[0] == state
-    assert read_end(run)[1].startswith(str(error or ""))
+    end = run.load_process()
+    assert end.get("state", "") == state
+    assert end.get("error", "").startswith(str(error or ""))
