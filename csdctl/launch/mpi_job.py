@@ -87,7 +87,8 @@ def _find_cause(outcome: JobOutcome) -> str:
         return f"its MPI daemon (prted) did not connect to mpirun and exited with {status[1]}{status[2]}"
     if "Remote daemon:" in text:
         return "its MPI daemon no longer answers (node down, link cut, or prted killed)"
-    return messages[0] if messages else "mpirun printed nothing"
+    number = -1 if messages and messages[0].startswith("Traceback") else 0
+    return messages[number] if messages else "mpirun printed nothing"
 
 
 class JobOutput:

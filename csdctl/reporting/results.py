@@ -172,7 +172,7 @@ class RunFollower:
     @property
     def state(self) -> str:
         """The state that the events show."""
-        if self.passes.members - self.finished.keys():
+        if 0 not in self.finished or (self.has_failed and self.passes.members - self.finished.keys()):
             return FAILED if self.has_failed else INTERRUPTED
         return STOPPED if events.STOPPED in self.finished.values() else COMPLETED
 

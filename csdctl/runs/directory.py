@@ -33,7 +33,8 @@ from csdctl.worker.protocol.run_spec import BEST_MODEL, LAST_MODEL, step_file_in
 
 MAX_SAMPLES = 10**15
 NEW_RUN = "start a new run"
-EVENT_BYTES = "event_bytes"  # in process.json
+COUNTS = EVENT_BYTES, LEDGER_BYTES, NUM_KILLED = "event_bytes", "ledger_bytes", "num_killed"
+"""Numbers in process.json."""
 NO_LINK = "replace it with the file itself, or remove it"
 LATEST = "latest"
 """The name of the latest run on the command line."""
@@ -258,12 +259,12 @@ class RunDirectory:
 
     def has_lost_events(self) -> bool:
         """Return whether the log is shorter than when the latest csdctl of the run ended."""
-        kept = self.load_process().get(EVENT_BYTES)
-        return isinstance(kept, int) and self.count_event_bytes() < kept
+        return bool(self.count_event_bytes() < self.load_process().get(EVENT_BYTES, 0))
 
     def load_process(self) -> dict[str, Any]:
         """Return process.json. {} where it is missing, damaged or of another run."""
-        process = load_kept(self.process, dict[str, Any]) or {}
+        content = load_kept(self.process, dict[str, Any]) or {}
+        process = {key: value for key, value in content.items() if key not in COUNTS or type(value) is int}
         is_own = process.get("run", self.run_id) == self.run_id
         return process if is_own or process["run"] == self.first_id() else {}
 

@@ -21,6 +21,7 @@ from csdctl.tuning.measurements import (
     ProbeMeasurement,
     TrialMeasurement,
 )
+from csdctl.worker.protocol import json_codec
 from csdctl.worker.protocol.durable_files import save_bytes
 
 NUM_NEWEST = 50
@@ -67,7 +68,8 @@ def _key(stored: Stored[Any, Any]) -> tuple[str, str, str, str]:
 
 
 def _to_line(stored: Stored[Any, Any]) -> bytes:
-    return json.dumps(KINDS[stored.kind].adapter.dump_python(stored)).encode() + b"\n"
+    line = json.dumps(KINDS[stored.kind].adapter.dump_python(stored)).encode()
+    return json_codec.add_check(line)[0] + b"\n"
 
 
 class MeasurementStore:
@@ -83,7 +85,7 @@ class MeasurementStore:
         try:
             for line in filter(None, read_lines(path) if not is_fresh else ()):
                 try:
-                    stored = json.loads(line)
+                    stored = json.loads(line if json_codec.is_unchanged(line) else b"")
                     self._stored.append(KINDS[stored["kind"]].adapter.validate_python(stored))
                 except (ValidationError, ValueError, TypeError, KeyError, RecursionError):
                     num_foreign += 1

@@ -47,7 +47,7 @@ def describe_os_error(error: OSError, path: str | Path = "") -> tuple[str, str]:
     """Return the problem, and what to do, '' if that is unknown. `path`: of an error that names no file."""
     code, name = error.errno or 0, error.filename2 or error.filename or path  # the second of a rename
     path = os.fsdecode(name) if isinstance(name, bytes) else str(name)
-    disk = find_mount(path) if name else "the disk of the output"
+    disk = find_mount(path) if name else "the disk of .csdctl or of the output"
     verb, failed = ("write", "a write") if code in WRITING else ("access", "a system call")
     cause = (error.strerror or str(error) or type(error).__name__).lower() + explain_error(str(error))
     problem = f"cannot {verb} {path}: {cause}" if name else f"{failed} failed: {cause}"

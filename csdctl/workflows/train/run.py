@@ -28,7 +28,14 @@ from csdctl.job.compatibility import check_compatibility
 from csdctl.launch.leftovers import describe_holder
 from csdctl.placement.equation1 import steps_per_epoch
 from csdctl.reporting.results import COMPLETED, FAILED, STOPPED, RunSummary, examine_results
-from csdctl.runs.directory import EVENT_BYTES, EventLog, RunDirectory, keep_step_file
+from csdctl.runs.directory import (
+    EVENT_BYTES,
+    LEDGER_BYTES,
+    NUM_KILLED,
+    EventLog,
+    RunDirectory,
+    keep_step_file,
+)
 from csdctl.runs.private import check_directory
 from csdctl.shipping.deliver import deliver, pack_payload
 from csdctl.shipping.store import store_bytes
@@ -53,8 +60,10 @@ from csdctl.workflows.workspace.workspace import Workspace
 def record_process(run: RunDirectory, space: Workspace) -> None:
     """Record that this process trains `run` and, once the machines are unlocked, how that ended."""
     check_directory(run.logs)
-    kept, before = run.load_process().get(EVENT_BYTES, 0), run.count_event_bytes()
-    holder = {"run": run.run_id, **describe_holder("train", space.project.root), EVENT_BYTES: kept}
+    latest, before = run.load_process(), run.count_event_bytes()
+    num_killed = latest.get(NUM_KILLED, 0) + ("ended" not in latest if latest else 0)
+    kept = {"run": run.run_id, EVENT_BYTES: latest.get(EVENT_BYTES, 0), NUM_KILLED: num_killed}
+    holder = describe_holder("train", space.project.root) | kept
     held = os.open(run.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)  # tells this process from others
     space.after.callback(os.close, held)
     save_json(run.process, holder)
@@ -67,6 +76,7 @@ def record_process(run: RunDirectory, space: Workspace) -> None:
         with suppress(OSError):  # the run is over, whether or not this can be written
             if (size := run.count_event_bytes()) != before:
                 end[EVENT_BYTES] = size
+            end[LEDGER_BYTES] = space.project.ledger.stat().st_size if space.project.ledger.exists() else 0
             save_json(run.process, holder | end)
 
     space.after.push(record_end)
@@ -78,16 +88,8 @@ def store_manifest(run: RunDirectory, space: Workspace) -> str:
     return store_bytes(run.manifest.read_bytes(), ".json", space.project.root).path if servers else ""
 
 
-def build_spec(
-    resolved: ResolvedRun,
-    run: RunDirectory,
-    options: TrainOptions,
-    *,
-    num_checkpoints: int = 0,
-    step_file: str = "",
-    manifest: str = "",
-) -> RunSpec:
-    """Return the RunSpec of a resolved run, whose files are in `run`. By default nothing is saved."""
+def build_spec(resolved: ResolvedRun, run: RunDirectory, options: TrainOptions) -> RunSpec:
+    """Return the RunSpec of a resolved run, whose files are in `run`. Nothing is saved."""
     data, model, space = resolved.data, resolved.model, resolved.context.space
     spec = RunSpec(
         run_id=run.run_id,
@@ -98,10 +100,8 @@ def build_spec(
         public=data.public,
         validation=data.validation,
         output_directory=str(run.path.relative_to(space.project.root)),
-        step_file=step_file,
-        manifest=manifest,
         is_balanced=options.is_balanced is not False and resolved.is_balanced,
-        num_checkpoints=num_checkpoints,
+        num_checkpoints=0,
         # The host reads the reports of all ranks: 100 per second together.
         progress_interval_s=max(0.5, len(data.ranks) / 100),
         max_steps=options.max_steps,
@@ -254,10 +254,8 @@ def build_saving_spec(resolved: ResolvedRun, run: RunDirectory, options: TrainOp
     if step_file != in_memory:
         problem = f"{in_memory.parent} is not a directory of this user alone"
         resolved.context.events.say(f"warning: {problem}: remove it, or the state is in {step_file} alone")
-    return build_spec(
-        resolved,
-        run,
-        options,
+    return replace(
+        build_spec(resolved, run, options),
         num_checkpoints=options.num_checkpoints or NUM_CHECKPOINTS,
         step_file=str(step_file),
         manifest=store_manifest(run, space),

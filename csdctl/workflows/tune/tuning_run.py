@@ -66,7 +66,7 @@ class TuningRun:
         self._resolved = self._resolve(cut)
         # As in a training run, rank 0 saves the state of every step, which takes time.
         step_file = str(context.space.project.step_file(self._directory))
-        self._spec = build_spec(self._resolved, self._directory, OPTIONS, step_file=step_file)
+        self._spec = replace(build_spec(self._resolved, self._directory, OPTIONS), step_file=step_file)
         self._orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
         self._events: queue.SimpleQueue[Event | BaseException] = queue.SimpleQueue()
         self.probed: list[Probed] = []

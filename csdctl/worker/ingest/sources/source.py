@@ -113,7 +113,8 @@ def read_tree(source: str, *, is_private: bool = False) -> Tree:
         files = tuple(_walk(root, (), within, source))
         folders = tuple(entry.name for entry in _entries(root) if entry.is_dir(follow_symlinks=False))
     except OSError as error:
-        problem = f"cannot be read: {error.strerror}"
+        is_other = isinstance(error, NotADirectoryError)
+        problem = "is neither a file nor a directory" if is_other else f"cannot be read: {error.strerror}"
         raise data_error(source, problem, "fix its path or its permissions") from None
     return Tree(root, files, folders)
 
