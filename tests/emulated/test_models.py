@@ -150,7 +150,7 @@ def test_model_with_two_inputs_trains_and_own_metric_is_evaluated(project: Path)
     # A later run that is damaged is skipped, but where nothing else is left to resume, it is an error.
     later = shutil.copytree(report["path"], Path(report["path"]).with_name("later"))
     (later / "manifest.json").unlink()
-    assert "error: .csdctl/runs/later/manifest.json" in refuse(project, "train", "--resume", "latest")
+    assert f"error: {later}/manifest.json" in refuse(project, "train", "--resume", "latest")
     shutil.rmtree(later)
 
 

@@ -309,8 +309,8 @@ class Checkpointer:
                 self._reporter.emit(Warned, f"{problem}; the newest intact state is used")
             _, latest = max(states, key=lambda state: (state[0].total_steps, state[0].epoch))
             position, self._step.values = unpack(latest, self._step.values, self._samples)
-            newest = max((path.name for path in self._checkpoints.directory.glob("step-*.npz")), default="")
-            if not problems and newest > f"step-{position.total_steps:08d}.npz":
+            newest = max(self._checkpoints.directory.glob("step-*.npz"), default=None)
+            if newest and newest.name > f"step-{position.total_steps:08d}.npz" and not problems:
                 self._reporter.emit(Warned, f"{newest} has the state after step {position.total_steps}")
             return position
         if problems:  # to begin again would throw away what was trained

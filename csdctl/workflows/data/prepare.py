@@ -37,7 +37,7 @@ from csdctl.worker.protocol.run_spec import UserCode
 from csdctl.workflows.data.compile import ModelCompiler, start_compiling
 from csdctl.workflows.data.files import SerializedModel, serialize_model, shapes_of, store_worker, whole
 from csdctl.workflows.workspace.event_stream import EventStream, OnProgress
-from csdctl.workflows.workspace.workspace import Workspace, call_machine, open_workspace
+from csdctl.workflows.workspace.workspace import Workspace, open_workspace, worker_on
 
 DEADLINE_S = 300.0
 DATA_STORE = ".csdctl/data"
@@ -144,7 +144,7 @@ def _check_augment(
     tried = space.project.models / f"augment-{hashlib.sha256(content.encode()).hexdigest()[:32]}.json"
     if tried.is_file():
         return
-    call = partial(call_machine, space, HOST_NAME, worker, doing="trying data.augment")
+    call = partial(call_worker, *worker_on(space, HOST_NAME, worker), doing="trying data.augment")
     call("augment", trial, Nothing, patience=within(DEADLINE_S))
     say(f"augmentation of training batches: {job.recipe.augment}, tried on public samples")
     save_json(tried, {})
@@ -327,7 +327,7 @@ def extract_on(
     doing: str,
 ) -> Extracted:
     """Have a machine run a model over samples. Raises RemoteCommandError for another number of data sets."""
-    call = partial(call_machine, space, machine, worker, on_progress=note, doing=doing)
+    call = partial(call_worker, *worker_on(space, machine, worker), on_progress=note, doing=doing)
     extracted = call("extract", spec, Extracted)
     expected = 1 + len(spec.more_sources)
     if len(extracted.parts) != expected:

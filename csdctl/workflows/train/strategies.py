@@ -19,7 +19,7 @@ from csdctl.fleet.model import HOST_NAME
 from csdctl.job.model import Job
 from csdctl.placement.equation1 import Placed
 from csdctl.reporting.numbers import format_bytes, format_seconds
-from csdctl.shipping.worker_calls import fetch_results
+from csdctl.shipping.worker_calls import call_worker, fetch_results
 from csdctl.transport.many import run_on_all, values_or_raise
 from csdctl.transport.meter import TrafficClass
 from csdctl.tuning.plan import DATA_PARALLEL, FEATURES, SPLIT, Plan
@@ -36,7 +36,7 @@ from csdctl.workflows.data.prepare import Prepared, extract_on
 from csdctl.workflows.train.request import AUTO, TrainOptions
 from csdctl.workflows.train.resolved import ResolvedRun, RunContext, RunData, RunModel, read_plan
 from csdctl.workflows.workspace.event_stream import EventStream, OnProgress
-from csdctl.workflows.workspace.workspace import call_machine
+from csdctl.workflows.workspace.workspace import worker_on
 
 COMPUTING, FETCHING, GATHERING = "computing features", "fetching features", "gathering features"
 MAX_HEADER_BYTES = 1 << 16
@@ -458,5 +458,10 @@ def _gather(host: RankSpec, parts: tuple[GatheredPart, ...], model: RunModel, co
     request = protocol.ExtractSpec(host.public, FEATURE_STORE, model.prefix, host.runtime)
     spec = protocol.GatherSpec(request, find_features(context.prepared).shape, parts)
     with context.events.working(GATHERING, [HOST_NAME]) as on_progress:
-        call = context.space, HOST_NAME, context.prepared.worker, "gather", spec, protocol.Gathered
-        return call_machine(*call, partial(on_progress, HOST_NAME), doing=GATHERING).is_stored
+        call = (
+            *worker_on(context.space, HOST_NAME, context.prepared.worker),
+            "gather",
+            spec,
+            protocol.Gathered,
+        )
+        return call_worker(*call, partial(on_progress, HOST_NAME), doing=GATHERING).is_stored

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from csdctl.errors import CsdctlError, InputError, option
 from csdctl.fleet.model import HOST_NAME
 from csdctl.reporting.numbers import format_seconds
+from csdctl.shipping.worker_calls import call_worker
 from csdctl.tuning import fleet_model, measurements, plan_choice, strategies
 from csdctl.tuning.plan import FEATURES, SPLIT, Plan, Strategy, StrategyPlan
 from csdctl.tuning.strategies import MEASURED_BATCH, Shares, StrategyForecast, Training, choose_strategy
@@ -16,7 +17,7 @@ from csdctl.workflows.train.request import AUTO
 from csdctl.workflows.train.resolved import RunContext
 from csdctl.workflows.train.strategies import bytes_for_host, check_split, find_cut, find_features
 from csdctl.workflows.tune.tuning_run import run_trial
-from csdctl.workflows.workspace.workspace import call_machine
+from csdctl.workflows.workspace.workspace import worker_on
 
 MIN_PROMISE = 0.1
 """Cuts are timed if FLOPs promise that they take less time by this share. Less is within their error."""
@@ -169,8 +170,8 @@ class StrategyChooser:
             code=model.user_code,
         )
         self.context.events.say(f"timing parts of the model on the host: {', '.join(layers)}")
-        call = self.context.space, HOST_NAME, prepared.worker, "parts", spec, PartTimes
-        return call_machine(*call, doing="timing the model's parts")
+        host = worker_on(self.context.space, HOST_NAME, prepared.worker)
+        return call_worker(*host, "parts", spec, PartTimes, doing="timing the model's parts")
 
     def _forecast(
         self, times: PartTimes, shares: dict[str, Shares], feature_layer: str, cuts: Sequence[CutInfo]

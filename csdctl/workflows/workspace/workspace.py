@@ -6,11 +6,11 @@
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from csdctl import errors
 from csdctl.documents import load_json, load_kept, save_json
@@ -26,11 +26,8 @@ from csdctl.reporting.numbers import format_count
 from csdctl.runs.directory import ProjectDirectory
 from csdctl.runs.ledger import Ledger
 from csdctl.shipping.store import StoredFile
-from csdctl.shipping.worker_calls import PATIENCE, call_worker
 from csdctl.transport.many import open_sessions, run_on_all, values_or_raise
-from csdctl.transport.program import AnswerLimits
 from csdctl.transport.session import Session
-from csdctl.worker.protocol.datasets import PrepareProgress
 from csdctl.worker.protocol.disk_errors import describe_os_error
 from csdctl.worker.protocol.limits import RAISE, judge_limits, own_limits
 
@@ -59,24 +56,9 @@ class Workspace:
         return self.selected or self.fleet
 
 
-ResponseT = TypeVar("ResponseT")
-
-
-def call_machine(
-    space: Workspace,
-    machine: str,
-    worker: StoredFile,
-    command: str,
-    request: object,
-    response: type[ResponseT],
-    on_progress: Callable[[PrepareProgress], None] = lambda progress: None,
-    *,
-    doing: str,
-    patience: AnswerLimits = PATIENCE,
-) -> ResponseT:
-    """Run a command of the worker on a machine of `space`. Raises what `call_worker` raises."""
-    call = partial(call_worker, space.sessions[machine], space.fleet.python_of(machine), worker.path)
-    return call(command, request, response, on_progress, doing=doing, patience=patience)
+def worker_on(space: Workspace, machine: str, worker: StoredFile) -> tuple[Session, str, str]:
+    """Return the first arguments of `call_worker` on a machine: session, Python, path of the worker."""
+    return space.sessions[machine], space.fleet.python_of(machine), worker.path
 
 
 @contextlib.contextmanager

@@ -202,7 +202,7 @@ CASES: list[tuple[str, tuple[str, ...], dict[str, tuple[int, str]]]] = [
     ("runs", ("a file", "a dangling link"), dict.fromkeys((LIST, REPORT, LOGS, RESUME), (2, "{}, where"))),
     ("runs", ("missing",), {LIST: (0, "no runs yet"), REPORT: (2, "no runs in {}")}),
     ("", ("a file", "a dangling link"), dict.fromkeys((LIST, REPORT, TRAIN), (2, ".csdctl, where"))),
-    ("ledger.jsonl", ("missing", "empty"), {PRIVACY: (0, f"{{}} has nothing of 2 runs, the latest {NEW}")}),
+    ("ledger.jsonl", ("missing", "empty"), {PRIVACY: (0, f"{{}} lacks bytes of 2 runs, the latest {NEW}")}),
     ("ledger.jsonl", ("a line less", "a digit more"), {PRIVACY: (0, "{}: lines are lost, repeated")}),
     ("ledger.jsonl", ("cut", "cut at its end", "NULs", "bytes"), {PRIVACY: (0, "{}: lines that cannot be")}),
     (

@@ -264,7 +264,7 @@ def status(directory: Path, *events: Event, **manifest: Any) -> RunStatus:
         ([], INTERRUPTED),
         ([PROGRESS], INTERRUPTED),
         ([PROGRESS, OF_NODE], INTERRUPTED),
-        ([PROGRESS, FINISHED], INTERRUPTED),
+        ([PROGRESS, FINISHED], COMPLETED),
         ([PROGRESS, FINISHED, OF_NODE], COMPLETED),
         ([PROGRESS, replace(FINISHED, reason=ASKED_TO_STOP), OF_NODE], STOPPED),
         ([PROGRESS, FAILURE], FAILED),

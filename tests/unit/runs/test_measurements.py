@@ -64,6 +64,14 @@ class TestProbes:
         assert other.find(PROBE, HOST.key, MODEL.hash, "recipe") == []
 
 
+def test_measurement_with_another_digit_is_left_out(path: Path, store: MeasurementStore) -> None:
+    store.add(PROBE, CSD, PROBES[:2], MODEL, "recipe")
+    path.write_text(path.read_text().replace('"step_time_s": 0.5', '"step_time_s": 0.1'))
+    said: list[str] = []
+    assert MeasurementStore(path, said.append).find(PROBE, CSD.key, MODEL.hash, "recipe") == PROBES[1:2]
+    assert said == [f"{path}: lines that are damaged or of another version are ignored: 1"]
+
+
 class TestCollectivesAndTrials:
     def test_sums_and_trials_are_read_back(self, store: MeasurementStore) -> None:
         later = CollectiveMeasurement(5, 1 << 20, 0.25, 2.0)

@@ -350,6 +350,16 @@ def test_run_of_a_rebooted_host_continues_from_the_newest_checkpoint_or_not_at_a
         run.start()
 
 
+def test_checkpoint_with_the_state_of_an_earlier_step_is_named(
+    run: Run, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run.train([10, 20, 25], checkpoints=(10, 20))
+    run.reboot()
+    shutil.copy(run.checkpoint(10), run.checkpoint(20))
+    run.assert_continues_after(10)
+    assert f"{run.checkpoint(20)} has the state after step 10" in capfd.readouterr().out
+
+
 @pytest.mark.fault(53)
 def test_state_of_another_run_is_not_used(run: Run) -> None:
     """An earlier version has stored no run."""

@@ -37,7 +37,8 @@ def test_plan_of_a_split_has_the_memory_and_the_spread_of_its_own_trial(
     chooser = StrategyChooser(
         SPLIT, "", run_context(at, space, data), plan, tuned=tuned, errors=ForecastErrors(), process_s=10.0
     )
-    monkeypatch.setattr(strategy_choice, "call_machine", lambda *_, **__: TIMES)
+    monkeypatch.setattr(strategy_choice, "worker_on", lambda *_: ())
+    monkeypatch.setattr(strategy_choice, "call_worker", lambda *_, **__: TIMES)
     peaks = tuple((100 + rank) << 20 for rank in range(3))
 
     def plan_after(error: float) -> Plan:
