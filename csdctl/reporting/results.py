@@ -16,7 +16,7 @@ from csdctl.reporting.energy import RunEnergy, add_up_energy
 from csdctl.reporting.privacy import PassCounter, Privacy, measure_privacy
 from csdctl.reporting.series import RunSeries, SeriesBuilder
 from csdctl.reporting.tally import Tally
-from csdctl.runs.directory import EVENT_BYTES, Manifest, ProjectDirectory, RunDirectory, has_model
+from csdctl.runs.directory import EVENT_BYTES, NUM_KILLED, Manifest, ProjectDirectory, RunDirectory, has_model
 from csdctl.runs.ledger import MEASURED, read_power
 from csdctl.runs.stored_events import find_end
 from csdctl.tuning.plan import DATA_PARALLEL, SPLIT
@@ -349,8 +349,8 @@ def examine_results(run: RunDirectory) -> RunResults:
     """Return `read_results` with the saved models that are not as they were. Reads all of them."""
     results = read_results(run)
     summary = results.summary
-    # Of a csdctl that was killed, the log may lack the end of the best epoch.
-    is_whole = run.load_process().get(EVENT_BYTES) == run.count_event_bytes() and not summary.num_breaks
+    whole = {EVENT_BYTES: run.count_event_bytes(), NUM_KILLED: 0}  # else it may lack the best epoch's end
+    is_whole = not summary.num_breaks and whole.items() <= run.load_process().items()
     saved = {BEST_MODEL: summary.best_weights_hash * is_whole} if summary.best_epoch else {}
     saved |= {LAST_MODEL: summary.weights_hash} if summary.state == COMPLETED else {}
     missing = tuple(name for name, weights in saved.items() if not has_model(run.path / name, weights))

@@ -82,10 +82,11 @@ def privacy(project: ProjectDirectory, run: RunDirectory, say: Say) -> PrivacyRe
     passes = count_passes((event for _, event in stored.skim()), len(manifest.nodes))
     recorded, size = {entry.run for entry in read_ledger(path)}, path.stat().st_size if path.exists() else 0
     lacking = [
-        name
-        for name in project.run_ids()
-        if (end := RunDirectory(project.runs / name).load_process())
-        and (end.get("run", name) not in recorded or end.get(NUM_KILLED) or end.get(LEDGER_BYTES, 0) > size)
+        it.run_id
+        for it in map(RunDirectory, map(project.runs.joinpath, project.run_ids()))
+        if it.events.exists()
+        and (end := it.load_process())
+        and (it.first_id() not in recorded or end.get(NUM_KILLED) or end.get(LEDGER_BYTES, 0) > size)
     ]
     if lacking:
         what = f"{path} lacks bytes of {format_count(len(lacking), 'run')}, the latest {lacking[-1]}"

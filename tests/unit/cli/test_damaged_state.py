@@ -15,7 +15,7 @@ import pytest
 from csdctl.cli.app import run_command
 from csdctl.documents import save_json
 from csdctl.launch.leftovers import describe_holder
-from csdctl.runs.directory import EVENT_BYTES, NO_LINK, ProjectDirectory
+from csdctl.runs.directory import EVENT_BYTES, NO_LINK, NUM_KILLED, ProjectDirectory
 from csdctl.runs.ledger import Ledger
 from csdctl.terminal.streams import Streams
 from csdctl.tuning.plan import Plan, save_plan
@@ -61,7 +61,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
             run.process,
             {"run": run_id}
             | describe_holder("train", root)
-            | {"ended": "2026-01-02", EVENT_BYTES: run.events.stat().st_size}
+            | {"ended": "2026-01-02", EVENT_BYTES: run.events.stat().st_size, NUM_KILLED: 0}
             | state,
         )
     for run_id in (OLD, NEW, NEW):
@@ -264,13 +264,15 @@ def test_best_model_is_not_called_replaced_where_its_epoch_is_lost_from_the_log(
     write_events(run, [END, BEST, later, replace(BEST, epoch=4), *DONE], 1_700_000_000)
     with zipfile.ZipFile(run.best_model, "w") as archive:
         archive.comment = describe_model(OLD, later.weights_hash).encode()
-    save_json(run.process, {"ended": "2026-01-02", EVENT_BYTES: run.events.stat().st_size})
+    save_json(run.process, {EVENT_BYTES: run.events.stat().st_size, NUM_KILLED: 0})
     assert "best.keras is missing" not in say(f"report {OLD}", capfd)[1]
     run.events.write_text("".join(run.events.read_text().splitlines(keepends=True)[:2]))
     said = say(f"report {OLD}", capfd)[1]
     assert ("best.keras is missing" in said, "lines are lost" in said) == (False, True)
-    save_json(run.process, {EVENT_BYTES: 0})  # of a csdctl that was killed
-    assert "is missing" not in say(f"report {OLD}", capfd)[1]
+    for process in ({EVENT_BYTES: 0}, {EVENT_BYTES: run.events.stat().st_size, NUM_KILLED: 1}):
+        save_json(run.process, process)
+        assert "is missing" not in say(f"report {OLD}", capfd)[1]
+    assert f"lacks bytes of 1 run, the latest {OLD}" in say(PRIVACY, capfd)[1]
 
 
 @pytest.mark.parametrize("command", [LIST, REPORT, LOGS, PRIVACY, RESUME, FAILED_FROM])
