@@ -87,8 +87,8 @@ def _find_cause(outcome: JobOutcome) -> str:
         return f"its MPI daemon (prted) did not connect to mpirun and exited with {status[1]}{status[2]}"
     if "Remote daemon:" in text:
         return "its MPI daemon no longer answers (node down, link cut, or prted killed)"
-    number = -1 if messages and messages[0].startswith("Traceback") else 0
-    return messages[number] if messages else "mpirun printed nothing"
+    errors = [line for line in messages if re.match(r"[\w.]+(Error|Exception)\b", line)]  # of a traceback
+    return (errors or messages or ["mpirun printed nothing"])[0]
 
 
 class JobOutput:

@@ -72,7 +72,7 @@ class RunSummary:
 
     run_id: str
     state: str
-    """'completed': every rank that took part at the end has sent a completion record. 'stopped': by the user.
+    """'completed': rank 0 has sent a completion record, and no other rank has failed. 'stopped': by the user.
     'interrupted': csdctl did not record its end. 'running'. 'failed'."""
     emulated: bool
     method: str
@@ -414,7 +414,7 @@ class KeptStatus:
     """Whether no csdctl may be at work on the run. Otherwise `follower` has followed the log to `end`."""
     follower: RunFollower | None = None
     end: tuple[int, int] = (0, 0)
-    version: Literal[1] = 1
+    version: Literal[2] = 2
     """Incremented whenever the same files lead to another status."""
 
 

@@ -167,7 +167,7 @@ def describe_run(summary: RunSummary) -> list[tuple[str, str]]:
     again = {LAST_MODEL: f"`csdctl train --resume {summary.run_id}` saves it again if a checkpoint is left"}
     log = f"runs/{summary.run_id}/events.jsonl"
     skipped = f"{summary.num_unreadable:,} lines of {log} were skipped: damaged, or of another version"
-    missing = f"{log} lacks the end of {format_count(summary.num_missing, 'epoch')}: csdctl was killed"
+    missing = f"the end of {format_count(summary.num_missing, 'epoch')}: csdctl, its host or lines were lost"
     num_changes = max(summary.num_tried, summary.num_rebalanced)  # earlier versions tried none
     changes = f"{format_count(num_changes, 'change')} of batch sizes tried, {summary.num_rebalanced} kept"
     left_out = format_node_names(summary.left_out)
@@ -189,7 +189,7 @@ def describe_run(summary: RunSummary) -> list[tuple[str, str]]:
         *(("privacy", line) for line in privacy),
         ("lost", lost),
         ("events", skipped if summary.num_unreadable else ""),
-        ("events", f"{missing}, or lines are lost" * bool(summary.num_missing)),
+        ("events", f"{log} lacks {missing}" * bool(summary.num_missing)),
         ("events", describe_breaks(summary.num_breaks, summary.run_id) if summary.num_breaks else ""),
         *(
             ("model", f"{name} is missing, unreadable or replaced: {again.get(name, 'train again')}")

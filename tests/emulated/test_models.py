@@ -149,8 +149,8 @@ def test_model_with_two_inputs_trains_and_own_metric_is_evaluated(project: Path)
         Path(report["path"], "best.keras").write_bytes(b"damaged")
     # A later run that is damaged is skipped, but where nothing else is left to resume, it is an error.
     later = shutil.copytree(report["path"], Path(report["path"]).with_name("later"))
-    (later / "manifest.json").unlink()
-    assert f"error: {later}/manifest.json" in refuse(project, "train", "--resume", "latest")
+    (later / "spec.json").unlink()
+    assert f"error: {later}/spec.json" in refuse(project, "train", "--resume", "latest")
     shutil.rmtree(later)
 
 

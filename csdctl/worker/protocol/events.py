@@ -246,7 +246,7 @@ class CheckpointSaved(Event):
 
 @dataclass(frozen=True)
 class Finished(Event):
-    """The completion record of a rank. A run is complete when all ranks at its end have sent it."""
+    """The completion record of a rank. Rank 0 sends it when the run is complete."""
 
     epochs: Epoch
     steps: Count

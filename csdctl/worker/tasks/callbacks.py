@@ -30,7 +30,7 @@ def check_monitors(recipe: Recipe, metrics: Iterable[str]) -> None:
 
     `metrics`: the names of the model's.
     """
-    names = ["loss", *metrics]
+    names = dict.fromkeys(["loss", *metrics])
     results = [*names, *(f"validation_{name}" for name in names)]
     for key, monitored in (
         ("early_stopping", recipe.early_stopping),

@@ -311,7 +311,7 @@ class Checkpointer:
             position, self._step.values = unpack(latest, self._step.values, self._samples)
             newest = max(self._checkpoints.directory.glob("step-*.npz"), default=None)
             if newest and newest.name > f"step-{position.total_steps:08d}.npz" and not problems:
-                self._reporter.emit(Warned, f"{newest} has the state after step {position.total_steps}")
+                self._reporter.emit(Warned, f"{newest} has the state of an earlier step")
             return position
         if problems:  # to begin again would throw away what was trained
             problem = f"no checkpoint of this run can be used: they are damaged: {'; '.join(problems)}"

@@ -97,8 +97,6 @@ def run_spec(
             # End all processes first: a full disk must not prevent that.
             starter.over.set()
             end_run(spec.run_id, dict(sessions), fleet, is_removing=is_over)
-            if conditions.is_resumable:
-                space.ledger.run = spec.run_id
             space.ledger.add(add_rank_traffic(traffic.total, nodes, conditions.traffic_classes))
             space.ledger.add(supervisor.mpirun_bytes)
     return supervisor.stopped_by

@@ -81,12 +81,12 @@ def privacy(project: ProjectDirectory, run: RunDirectory, say: Say) -> PrivacyRe
     stored = run.read_events(manifest.nodes)
     passes = count_passes((event for _, event in stored.skim()), len(manifest.nodes))
     recorded, size = {entry.run for entry in read_ledger(path)}, path.stat().st_size if path.exists() else 0
+    runs = [RunDirectory(project.runs / name) for name in project.run_ids()]
+    ends = [(it, it.load_process()) for it in runs if it.events.exists()]
     lacking = [
         it.run_id
-        for it in map(RunDirectory, map(project.runs.joinpath, project.run_ids()))
-        if it.events.exists()
-        and (end := it.load_process())
-        and (it.first_id() not in recorded or end.get(NUM_KILLED) or end.get(LEDGER_BYTES, 0) > size)
+        for it, end in ends
+        if it.first_id() not in recorded or end.get(NUM_KILLED) or end.get(LEDGER_BYTES, 0) > size
     ]
     if lacking:
         what = f"{path} lacks bytes of {format_count(len(lacking), 'run')}, the latest {lacking[-1]}"
@@ -95,7 +95,7 @@ def privacy(project: ProjectDirectory, run: RunDirectory, say: Say) -> PrivacyRe
         say(f"warning: {describe_breaks(stored.num_breaks, run.run_id)}")
     return PrivacyReport(
         run.run_id,
-        add_flows(read_ledger(path, say), run.run_id),  # read twice: a year of a large fleet fills memory
+        add_flows(read_ledger(path, say), run.run_id),  # read again: a year of a large fleet fills memory
         add_flows(read_ledger(path)),
         measure_privacy(manifest, passes),
         list_readers(manifest),

@@ -61,18 +61,20 @@ def record_process(run: RunDirectory, space: Workspace) -> None:
     """Record that this process trains `run` and, once the machines are unlocked, how that ended."""
     check_directory(run.logs)
     latest, before = run.load_process(), run.count_event_bytes()
-    num_killed = latest.get(NUM_KILLED, 0) + ("ended" not in latest if latest else 0)
-    kept = {"run": run.run_id, EVENT_BYTES: latest.get(EVENT_BYTES, 0), NUM_KILLED: num_killed}
+    num_killed = latest.get(NUM_KILLED, 0)
+    kept = {"run": run.run_id, EVENT_BYTES: latest.get(EVENT_BYTES, 0), NUM_KILLED: num_killed + 1}
     holder = describe_holder("train", space.project.root) | kept
+    space.ledger.run = run.run_id
     held = os.open(run.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)  # tells this process from others
     space.after.callback(os.close, held)
     save_json(run.process, holder)
 
     def record_end(_kind: object, error: BaseException | None, _trace: object) -> None:
-        end: dict[str, Any] = {"ended": f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC"}
+        ended = f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC"
+        end: dict[str, Any] = {"ended": ended, NUM_KILLED: num_killed}
         if error is not None:
             state = STOPPED if isinstance(error, KeyboardInterrupt) else FAILED
-            end |= {"state": state, "error": f"{error} ({end['ended']})"}
+            end |= {"state": state, "error": f"{error} ({ended})"}
         with suppress(OSError):  # the run is over, whether or not this can be written
             if (size := run.count_event_bytes()) != before:
                 end[EVENT_BYTES] = size
@@ -252,8 +254,8 @@ def build_saving_spec(resolved: ResolvedRun, run: RunDirectory, options: TrainOp
     space = resolved.context.space
     step_file, in_memory = space.project.step_file(run), step_file_in_memory(space.project.root, run.run_id)
     if step_file != in_memory:
-        problem = f"{in_memory.parent} is not a directory of this user alone"
-        resolved.context.events.say(f"warning: {problem}: remove it, or the state is in {step_file} alone")
+        unusable = f"{in_memory.parent} cannot be used, or is not of this user alone"
+        resolved.context.events.say(f"warning: {unusable}: the state of each step is in {step_file}")
     return replace(
         build_spec(resolved, run, options),
         num_checkpoints=options.num_checkpoints or NUM_CHECKPOINTS,

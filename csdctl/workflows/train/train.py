@@ -1,7 +1,6 @@
 """`train`: choose plan or run, examine the machines, prepare, resolve the run, and train to its end.
 
-A run succeeds when every rank that takes part has sent a completion record. A run is resumed from the RunSpec
-and manifest that it started with.
+A run succeeds when rank 0 has sent a completion record. It is resumed from its RunSpec and manifest.
 """
 
 from dataclasses import dataclass, replace
@@ -57,7 +56,8 @@ def run_training(request: TrainRequest, events: EventStream) -> TrainResult:
     ) as space:
         choice = _choose(request, plan, space, events)
         if choice.run and resuming.is_complete(choice.run, request.job):
-            if request.resume == LATEST and (latest := space.project.find_run(LATEST)).events.exists():
+            latest = RunDirectory(space.project.runs / space.project.run_ids()[-1])
+            if request.resume == LATEST and latest.events.exists() and latest.first_id() == latest.run_id:
                 latest.read_manifest(), resuming.load_spec(latest)  # damaged, and skipped with a warning
             return TrainResult(choice.run, examine_results(choice.run).summary, was_complete=True)
         # Before data is prepared for hours; otherwise the run itself links the machines at once.

@@ -15,7 +15,7 @@ import pytest
 from csdctl.cli.app import run_command
 from csdctl.documents import save_json
 from csdctl.launch.leftovers import describe_holder
-from csdctl.runs.directory import EVENT_BYTES, NO_LINK, NUM_KILLED, ProjectDirectory
+from csdctl.runs.directory import EVENT_BYTES, LEDGER_BYTES, NO_LINK, NUM_KILLED, ProjectDirectory
 from csdctl.runs.ledger import Ledger
 from csdctl.terminal.streams import Streams
 from csdctl.tuning.plan import Plan, save_plan
@@ -44,6 +44,10 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (root / name).write_text(text)
     (root / "data").mkdir()
     (root / "fleet.yaml").write_text("nodes: [{name: csd0, address: 127.0.0.1, port: 9}]\n")
+    for run_id in (OLD, NEW, NEW):
+        ledger = Ledger(project.ledger, "train")
+        ledger.run = run_id
+        ledger.save({("host", "csd0", "gradient"): 5})
     for run_id, events in ((OLD, [END, BEST, *DONE]), (NEW, [END, PROGRESS])):
         run = project.new_run()
         run = type(run)(run.path.rename(project.runs / run_id))
@@ -62,12 +66,9 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
             {"run": run_id}
             | describe_holder("train", root)
             | {"ended": "2026-01-02", EVENT_BYTES: run.events.stat().st_size, NUM_KILLED: 0}
+            | {LEDGER_BYTES: project.ledger.stat().st_size}
             | state,
         )
-    for run_id in (OLD, NEW, NEW):
-        ledger = Ledger(project.ledger, "train")
-        ledger.run = run_id
-        ledger.save({("host", "csd0", "gradient"): 5})
     save_json(project.failed, {"schema": "csdctl.failed/1", "command": "exec", "failed": {"csd0": {}}})
     save_plan(project.plan("job"), Plan.model_validate(manifest_of(NODES)["plan"]))
     return root
@@ -135,6 +136,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "a digit more": replace_text('"num_bytes":5', '"num_bytes":50'),
     "another value": change_text('"batch_size": ', '"batch_size": 1'),
     "older": lambda path: path.write_text(path.read_text().partition("\n")[0] + "\n"),
+    "a line less at its end": lambda path: path.write_text("".join(path.read_text().splitlines(True)[:-1])),
     "a line less": lambda path: path.write_text(path.read_text().partition("\n")[2]),
     "pid of nobody": replace_text('"ended"', '"began"'),
     "pid as text": replace_text('"pid": ', '"pid": "1", "p": '),
@@ -202,6 +204,7 @@ CASES: list[tuple[str, tuple[str, ...], dict[str, tuple[int, str]]]] = [
     ("runs", ("a file", "a dangling link"), dict.fromkeys((LIST, REPORT, LOGS, RESUME), (2, "{}, where"))),
     ("runs", ("missing",), {LIST: (0, "no runs yet"), REPORT: (2, "no runs in {}")}),
     ("", ("a file", "a dangling link"), dict.fromkeys((LIST, REPORT, TRAIN), (2, ".csdctl, where"))),
+    ("ledger.jsonl", ("a line less at its end",), {PRIVACY: (0, "{} lacks bytes of 2 runs")}),
     ("ledger.jsonl", ("missing", "empty"), {PRIVACY: (0, f"{{}} lacks bytes of 2 runs, the latest {NEW}")}),
     ("ledger.jsonl", ("a line less", "a digit more"), {PRIVACY: (0, "{}: lines are lost, repeated")}),
     ("ledger.jsonl", ("cut", "cut at its end", "NULs", "bytes"), {PRIVACY: (0, "{}: lines that cannot be")}),

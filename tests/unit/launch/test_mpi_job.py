@@ -126,7 +126,13 @@ def test_connection_that_failed_is_the_cause_of_a_link_that_does_not_connect() -
     assert error.message == f"its link did not connect: {lines[0]}"
     assert "firewalls" in error.remedy
     assert "exited with 1" in explain_link(JobOutcome(lines, is_connected=True), "csd0", "").message
-    lines = ["Traceback (most recent call last):", '  File "x"', "PermissionError: denied"]
+    lines = [
+        "Traceback (most recent call last):",
+        '  File "x"',
+        "PermissionError: denied",
+        "prterun detected",
+        "Exit code: 1",
+    ]
     assert explain_link(JobOutcome(lines), "csd0", "").message.endswith(": PermissionError: denied")
 
 

@@ -50,6 +50,7 @@ def test_certificate_authority_is_named_where_a_key_is_unknown(
         ("\0\0\0\0\n", "known_hosts:1 has no host key"),
         ("csd0 ssh-ed25519 AAAAC3Nza*\n", "known_hosts:1 has no key of type ssh-ed25519"),
         ("csd1 ssh-ed25519 AAAAC3Nza*\n", ""),
+        ("\ufffd\ufffd \ufffd\ufffd \ufffd\ufffd\n", "known_hosts:1 has no key of type"),
         ("\r\n \n# a comment\n", ""),
     ],
 )

@@ -259,6 +259,12 @@ def test_path_without_data_is_named_as_written(tmp_path: Path, source: str, mess
     refusal(PrepareSpec(source, str(tmp_path / "store")), message)
 
 
+def test_data_that_is_a_pipe_is_no_data(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "train.npz")
+    spec = PrepareSpec(str(tmp_path / "train.npz"), str(tmp_path / "store"))
+    refusal(spec, "train.npz is neither a file nor a directory")
+
+
 def test_private_data_that_is_missing_may_come_back(tmp_path: Path) -> None:
     with pytest.raises(WorkerError, match="there is no data") as raised:
         prepare(PrepareSpec("~/not/here", str(tmp_path / "store"), is_private=True))

@@ -124,7 +124,7 @@ class TestList:
         text = project.statuses.read_text()
         document = text.removesuffix("\n")
         is_another = document.replace('"completed"', '"failed"', 1).encode()
-        of_another_version = document.replace('"version": 1', '"version": 2').encode()
+        of_another_version = document.replace('"version": 2', '"version": 1').encode()
         assert document.encode() not in (is_another, of_another_version)
         for changed in (is_another, add_check(remove_check(of_another_version))[0]):
             project.statuses.write_bytes(changed)

@@ -208,7 +208,8 @@ class TrainedRun:
 
     def resume(self, job: Job, prepared: Prepared, options: TrainOptions) -> None:
         project = ProjectDirectory(self.run.path.parents[2])
-        space: Any = SimpleNamespace(fleet=FLEET, project=project, after=ExitStack())
+        space: Any = SimpleNamespace(fleet=FLEET, project=project, ledger=SimpleNamespace())
+        space.after = ExitStack()
         context = RunContext(job, prepared, space, EventStream((print,)))
         resume(self.run, strategy_of(load_spec(self.run)), context, options)
 

@@ -10,7 +10,7 @@ import pytest
 
 from csdctl.errors import RunError
 from csdctl.fleet.model import HOST_NAME, Fleet, Node
-from csdctl.runs.directory import ProjectDirectory
+from csdctl.runs.directory import LEDGER_BYTES, NUM_KILLED, ProjectDirectory
 from csdctl.runs.ledger import Ledger, read_ledger
 from csdctl.shipping.store import StoredFile
 from csdctl.transport.meter import TrafficClass
@@ -148,7 +148,6 @@ def test_ledger_has_what_the_ranks_sent_before_a_run_failed(run: Run, at: Measur
         run([START, traffic(1000), RunError("disk full")])
     (entry,) = read_ledger(at.project.ledger)
     assert (entry.sender, entry.kind, entry.num_bytes) == ("csd0", TrafficClass.GRADIENT, 1000)
-    assert entry.run == at.project.find_run(None).run_id
 
 
 def test_state_of_the_last_step_is_kept_until_the_run_is_done(at: MeasuredProject) -> None:
@@ -183,3 +182,17 @@ def test_process_of_a_run_is_recorded_until_the_machines_are_unlocked_with_its_e
     end = run.load_process()
     assert end.get("state", "") == state
     assert end.get("error", "").startswith(str(error or ""))
+    assert (space.ledger.run, end[NUM_KILLED], end[LEDGER_BYTES]) == (run.run_id, 0, 0)
+
+
+def test_csdctl_that_was_killed_is_counted_and_the_size_of_the_ledger_is_kept(tmp_path: Path) -> None:
+    project = ProjectDirectory(tmp_path)
+    run = project.new_run()
+    for number in (1, 2):
+        space = Workspace(project, Fleet(()), {}, {}, Ledger(project.ledger, "train"))
+        record_process(run, space)
+        assert run.load_process()[NUM_KILLED] == number  # unless its end is recorded
+    space.ledger.save({("host", "csd0", "gradient"): 5})
+    space.after.close()
+    end = run.load_process()
+    assert (end[NUM_KILLED], end[LEDGER_BYTES]) == (1, project.ledger.stat().st_size)
