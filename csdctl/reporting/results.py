@@ -350,7 +350,8 @@ def examine_results(run: RunDirectory) -> RunResults:
     results = read_results(run)
     summary = results.summary
     whole = {EVENT_BYTES: run.count_event_bytes(), NUM_KILLED: 0}  # else it may lack the best epoch's end
-    is_whole = not summary.num_breaks and whole.items() <= run.load_process().items()
+    is_whole = whole.items() <= run.load_process().items()
+    is_whole &= not summary.num_breaks + summary.num_missing + summary.num_unreadable
     saved = {BEST_MODEL: summary.best_weights_hash * is_whole} if summary.best_epoch else {}
     saved |= {LAST_MODEL: summary.weights_hash} if summary.state == COMPLETED else {}
     missing = tuple(name for name, weights in saved.items() if not has_model(run.path / name, weights))

@@ -24,7 +24,6 @@ from csdctl.tuning.plan import check_schema
 from csdctl.worker.protocol.durable_files import make_directory, save_text
 from csdctl.worker.protocol.events import EARLY_STOPPING, CheckpointSaved, Finished, Joined, Warned
 from csdctl.worker.protocol.json_codec import SCHEMA, ProtocolError, from_json, to_json
-from csdctl.worker.protocol.recipe import Noise
 from csdctl.worker.protocol.run_spec import COPIES, DatasetSlice, RunSpec
 from csdctl.workflows.data.files import whole
 from csdctl.workflows.train.resolved import RunContext, fingerprint_data
@@ -101,8 +100,8 @@ def check_data(run: RunDirectory, spec: RunSpec, manifest: Manifest, context: Ru
         problem = f"{job.path} and the recipe of run {run.run_id} differ: {'; '.join(keys)}"
         remedy += f", or restore {run.spec} if that was changed"
     elif spec.noise != job.noise:
-        now_and_then = _describe(job.noise), f"that of run {run.run_id} {_describe(spec.noise)}"
-        problem = f"data.private.noise of {job.path} is {', '.join(now_and_then)}"
+        wanted, before = (str(asdict(noise)) if noise else "absent" for noise in (job.noise, spec.noise))
+        problem = f"data.private.noise of {job.path} is {wanted}, that of run {run.run_id} {before}"
         remedy = f"undo the change, or {NEW_RUN}"
     elif num_placed != num_public:
         problem = f"{run.manifest}: `placed` divides {num_placed} public samples, there are {num_public}"
@@ -161,10 +160,6 @@ def load_spec(run: RunDirectory) -> RunSpec:
         remedy = "if the run's directory was renamed, rename it back"
         raise InputError(f"{run.spec} is of run {spec.run_id}", remedy=remedy)
     return spec
-
-
-def _describe(noise: Noise | None) -> str:
-    return str(asdict(noise)) if noise else "absent"
 
 
 def take_over(project: ProjectDirectory, run_id: str, server: str, state: Path, say: Say) -> None:
