@@ -33,7 +33,7 @@ from csdctl.worker.protocol.run_spec import BEST_MODEL, LAST_MODEL, step_file_in
 
 MAX_SAMPLES = 10**15
 NEW_RUN = "start a new run"
-COUNTS = EVENT_BYTES, LEDGER_BYTES, NUM_KILLED = "event_bytes", "ledger_bytes", "num_killed"
+COUNTS = EVENT_BYTES, NUM_KILLED = "event_bytes", "num_killed"
 """Numbers in process.json."""
 NO_LINK = "replace it with the file itself, or remove it"
 LATEST = "latest"

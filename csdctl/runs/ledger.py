@@ -7,6 +7,7 @@ of each machine in short intervals.
 import contextlib
 import fcntl
 import json
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from csdctl.documents import append_lines, open_log
+from csdctl.documents import append_lines, load_kept, open_log, save_json
 from csdctl.errors import InputError
 from csdctl.notify import Say, warn
 from csdctl.runs.directory import ProjectDirectory, RunDirectory
@@ -78,12 +79,20 @@ def _append(path: Path, entries: Sequence[LedgerEntry], say: Say) -> None:
     """Append lines with a chain of checksums: lines that are lost or changed later are noticed."""
     lines = [json_codec.to_json(entry).encode() for entry in entries]
     with open_log(path, say, is_shared=True) as file:
-        check = find_last_check(file)
+        # After lines that are gone, the chain does not go on: a reader notices.
+        check = find_last_check(file) + _has_lost_lines(path, os.fstat(file.fileno()).st_size)
         with contextlib.suppress(OSError):  # without a lock, others may append now: lines have no checksums
             fcntl.flock(file, fcntl.LOCK_EX)
             for place, line in enumerate(lines):
                 lines[place], check = json_codec.add_check(line, check)
         append_lines(path, b"".join(line + b"\n" for line in lines))
+        with contextlib.suppress(OSError):
+            save_json(path.with_suffix(".json"), {"bytes": path.stat().st_size})
+
+
+def _has_lost_lines(path: Path, size: int) -> bool:
+    """Return whether a ledger had more bytes than `size` when it was written."""
+    return size < (load_kept(path.with_suffix(".json"), dict[str, int]) or {}).get("bytes", 0)
 
 
 def record_traffic(directory: Path, command: str) -> Callable[[Mapping[tuple[str, str, str], int]], None]:
@@ -106,11 +115,10 @@ def read_ledger(path: Path, say: Say = lambda line: None) -> Iterator[LedgerEntr
         problem = error.message
     if problem:
         say(f"warning: {problem}; what it recorded is missing here")
-    if lines.num_breaks:
-        say(
-            f"warning: {path}: lines are lost, repeated or changed, in places: {lines.num_breaks:,}; "
-            "what left the machines is not known"
-        )
+    is_cut = _has_lost_lines(path, path.stat().st_size if path.exists() else 0)
+    if num_breaks := lines.num_breaks + is_cut:
+        what = f"lines are lost, repeated or changed, in places: {num_breaks:,}"
+        say(f"warning: {path}: {what}; what left the machines is not known")
 
 
 @dataclass(frozen=True)

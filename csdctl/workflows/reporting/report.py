@@ -13,7 +13,7 @@ from csdctl.reporting.page import render_page
 from csdctl.reporting.privacy import Flow, Privacy, add_flows, count_passes, list_readers, measure_privacy
 from csdctl.reporting.results import RUNNING, RunResults, examine_results
 from csdctl.reporting.tables import describe_breaks
-from csdctl.runs.directory import LEDGER_BYTES, NUM_KILLED, ProjectDirectory, RunDirectory
+from csdctl.runs.directory import NUM_KILLED, ProjectDirectory, RunDirectory
 from csdctl.runs.ledger import read_ledger
 from csdctl.worker.protocol.durable_files import save_text
 from csdctl.workflows.runs.manage import as_process_says
@@ -80,16 +80,12 @@ def privacy(project: ProjectDirectory, run: RunDirectory, say: Say) -> PrivacyRe
     manifest, path = run.read_manifest(), project.ledger
     stored = run.read_events(manifest.nodes)
     passes = count_passes((event for _, event in stored.skim()), len(manifest.nodes))
-    recorded, size = {entry.run for entry in read_ledger(path)}, path.stat().st_size if path.exists() else 0
+    recorded = {entry.run for entry in read_ledger(path)}
     runs = [RunDirectory(project.runs / name) for name in project.run_ids()]
-    ends = [(it, it.load_process()) for it in runs if it.events.exists()]
-    lacking = [
-        it.run_id
-        for it, end in ends
-        if it.first_id() not in recorded or end.get(NUM_KILLED) or end.get(LEDGER_BYTES, 0) > size
-    ]
+    begun = [it for it in runs if it.events.exists()]
+    lacking = [it for it in begun if it.first_id() not in recorded or it.load_process().get(NUM_KILLED)]
     if lacking:
-        what = f"{path} lacks bytes of {format_count(len(lacking), 'run')}, the latest {lacking[-1]}"
+        what = f"{path} lacks bytes of {format_count(len(lacking), 'run')}, the latest {lacking[-1].run_id}"
         say(f"warning: {what}: csdctl is training, was killed, or lines are lost")
     if stored.num_breaks:
         say(f"warning: {describe_breaks(stored.num_breaks, run.run_id)}")

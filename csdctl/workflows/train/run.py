@@ -28,14 +28,7 @@ from csdctl.job.compatibility import check_compatibility
 from csdctl.launch.leftovers import describe_holder
 from csdctl.placement.equation1 import steps_per_epoch
 from csdctl.reporting.results import COMPLETED, FAILED, STOPPED, RunSummary, examine_results
-from csdctl.runs.directory import (
-    EVENT_BYTES,
-    LEDGER_BYTES,
-    NUM_KILLED,
-    EventLog,
-    RunDirectory,
-    keep_step_file,
-)
+from csdctl.runs.directory import EVENT_BYTES, NUM_KILLED, EventLog, RunDirectory, keep_step_file
 from csdctl.runs.private import check_directory
 from csdctl.shipping.deliver import deliver, pack_payload
 from csdctl.shipping.store import store_bytes
@@ -78,7 +71,6 @@ def record_process(run: RunDirectory, space: Workspace) -> None:
         with suppress(OSError):  # the run is over, whether or not this can be written
             if (size := run.count_event_bytes()) != before:
                 end[EVENT_BYTES] = size
-            end[LEDGER_BYTES] = space.project.ledger.stat().st_size if space.project.ledger.exists() else 0
             save_json(run.process, holder | end)
 
     space.after.push(record_end)

@@ -15,7 +15,7 @@ import pytest
 from csdctl.cli.app import run_command
 from csdctl.documents import save_json
 from csdctl.launch.leftovers import describe_holder
-from csdctl.runs.directory import EVENT_BYTES, LEDGER_BYTES, NO_LINK, NUM_KILLED, ProjectDirectory
+from csdctl.runs.directory import EVENT_BYTES, NO_LINK, NUM_KILLED, ProjectDirectory
 from csdctl.runs.ledger import Ledger
 from csdctl.terminal.streams import Streams
 from csdctl.tuning.plan import Plan, save_plan
@@ -66,7 +66,6 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
             {"run": run_id}
             | describe_holder("train", root)
             | {"ended": "2026-01-02", EVENT_BYTES: run.events.stat().st_size, NUM_KILLED: 0}
-            | {LEDGER_BYTES: project.ledger.stat().st_size}
             | state,
         )
     save_json(project.failed, {"schema": "csdctl.failed/1", "command": "exec", "failed": {"csd0": {}}})
@@ -204,7 +203,7 @@ CASES: list[tuple[str, tuple[str, ...], dict[str, tuple[int, str]]]] = [
     ("runs", ("a file", "a dangling link"), dict.fromkeys((LIST, REPORT, LOGS, RESUME), (2, "{}, where"))),
     ("runs", ("missing",), {LIST: (0, "no runs yet"), REPORT: (2, "no runs in {}")}),
     ("", ("a file", "a dangling link"), dict.fromkeys((LIST, REPORT, TRAIN), (2, ".csdctl, where"))),
-    ("ledger.jsonl", ("a line less at its end",), {PRIVACY: (0, "{} lacks bytes of 2 runs")}),
+    ("ledger.jsonl", ("a line less at its end", "empty"), {PRIVACY: (0, "{}: lines are lost, repeated")}),
     ("ledger.jsonl", ("missing", "empty"), {PRIVACY: (0, f"{{}} lacks bytes of 2 runs, the latest {NEW}")}),
     ("ledger.jsonl", ("a line less", "a digit more"), {PRIVACY: (0, "{}: lines are lost, repeated")}),
     ("ledger.jsonl", ("cut", "cut at its end", "NULs", "bytes"), {PRIVACY: (0, "{}: lines that cannot be")}),

@@ -172,7 +172,7 @@ class TestEvents:
         def train(*parts: Sequence[Event]) -> None:
             """Write events, if any, as a csdctl that then ends."""
             with ExitStack() as after:
-                space: Any = SimpleNamespace(project=project, after=after)
+                space: Any = SimpleNamespace(project=project, ledger=SimpleNamespace(), after=after)
                 record_process(run, space)
                 for part in parts:
                     write_events(run, part)

@@ -14,6 +14,8 @@ from csdctl.notify import Say, warn
 from csdctl.reporting.privacy import Flow, add_flows
 from csdctl.runs.ledger import Ledger, LedgerEntry, read_ledger
 
+LOST = "lines are lost, repeated or changed, in places: 1; what left the machines is not known"
+
 
 def test_commands_append_their_traffic_and_it_round_trips(tmp_path: Path) -> None:
     path = tmp_path / ".csdctl" / "ledger.jsonl"
@@ -49,6 +51,21 @@ def test_line_that_was_cut_is_said_and_costs_no_other(tmp_path: Path, num_cut: i
     assert found == ([1, 2, 3, 4] if num_cut == 1 else [1, 3, 4])
     damaged = f"warning: {path}: lines that cannot be read: 1, the last is line 2"
     assert [line.partition(";")[0] for line in said] == [damaged] * (num_cut > 1)
+
+
+@pytest.mark.parametrize("kept", [0, 2])
+def test_lines_that_were_removed_from_the_end_are_said_also_after_others_are_appended(
+    tmp_path: Path, kept: int
+) -> None:
+    path = tmp_path / "ledger.jsonl"
+    for _ in range(3):
+        Ledger(path, "train").save({("host", "csd0", "gradient"): 5})
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:kept]))
+    for _ in range(2):
+        said: list[str] = []
+        list(read_ledger(path, said.append))
+        assert said == [f"warning: {path}: {LOST}"]
+        Ledger(path, "exec").save({("host", "csd0", "control"): 5})
 
 
 def test_commands_that_end_at_once_leave_one_chain_of_lines(tmp_path: Path) -> None:
