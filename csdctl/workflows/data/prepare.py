@@ -28,7 +28,6 @@ from csdctl.transport.meter import TrafficClass
 from csdctl.transport.program import Nothing, within
 from csdctl.transport.session import Session
 from csdctl.worker.protocol.datasets import DatasetInfo, PrepareProgress, PrepareSpec
-from csdctl.worker.protocol.durable_files import save_text
 from csdctl.worker.protocol.features import Extracted, ExtractSpec
 from csdctl.worker.protocol.json_codec import Count, shorten, to_json
 from csdctl.worker.protocol.model_info import AugmentTrial, ModelInfo
@@ -83,7 +82,7 @@ def save_prepared(
         count_samples(private, absent or {}),
         _load_digests(project, job) | digests,
     )
-    save_text(project.prepared(job.name), to_json(record) + "\n")
+    save_json(project.prepared(job.name), record)
 
 
 def find_changed(project: ProjectDirectory, job: Job, datasets: Mapping[str, DatasetInfo]) -> list[str]:

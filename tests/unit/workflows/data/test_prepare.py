@@ -164,6 +164,7 @@ def test_record_has_shapes_and_counts_but_no_names(project: ProjectDirectory) ->
         ("job.yaml", "path: data}", "path: other}", False),
         ("job.yaml", "/data/private", "/data/mine", False),
         ("read.py", "...", "return 1", False),  # a function that changed may read other data
+        (".csdctl/prepared/job.json", "500", "900", False),  # its checksum is of the number before
     ],
 )
 def test_other_data_is_new(project: ProjectDirectory, file: str, old: str, new: str, is_valid: bool) -> None:
