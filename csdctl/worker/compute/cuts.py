@@ -37,7 +37,8 @@ def _count_flops(operation: Any, node: Any) -> float:
         return sum(_count_flops(*call) for call in internals.topological_nodes(operation))
     kind = type(operation).__name__
     variables = () if kind.endswith("Embedding") else getattr(operation, "weights", ())
-    num_weights = sum(math.prod(variable.shape) for variable in variables if len(variable.shape) > 1)
+    matrices = (variable for variable in variables if len(variable.shape) > 1 and variable.name != "bias")
+    num_weights = sum(math.prod(variable.shape) for variable in matrices)
     if not num_weights:
         return 0.0
     is_by_input = isinstance(operation, keras.layers.RNN | keras.layers.Bidirectional) or "Transpose" in kind
