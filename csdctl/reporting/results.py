@@ -349,8 +349,11 @@ def examine_results(run: RunDirectory) -> RunResults:
     """Return `read_results` with the saved models that are not as they were. Reads all of them."""
     results = read_results(run)
     summary = results.summary
-    whole = {EVENT_BYTES: run.count_event_bytes(), NUM_KILLED: 0}  # else it may lack the best epoch's end
-    is_whole = whole.items() <= run.load_process().items()
+    complete_log = {
+        EVENT_BYTES: run.count_event_bytes(),
+        NUM_KILLED: 0,
+    }  # else it may lack the best epoch's end
+    is_whole = complete_log.items() <= run.load_process().items()
     is_whole &= not summary.num_breaks + summary.num_missing + summary.num_unreadable
     saved = {BEST_MODEL: summary.best_weights_hash * is_whole} if summary.best_epoch else {}
     saved |= {LAST_MODEL: summary.weights_hash} if summary.state == COMPLETED else {}
