@@ -135,7 +135,7 @@ def files_of(*directories: Path) -> dict[str, tuple[int, object]]:
     """Return mode and content of everything there, but for the ledger: a dry run sends bytes, too."""
     files: dict[str, tuple[int, object]] = {}
     for path in (path for directory in directories for path in directory.rglob("*")):
-        if path.name == "ledger.jsonl":
+        if path.stem == "ledger":
             continue
         content: object = None
         if path.is_symlink():

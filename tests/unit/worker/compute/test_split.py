@@ -303,7 +303,7 @@ def test_parts_of_a_step_are_what_is_before_and_behind_the_cut(tmp_path: Path) -
     recipe = Recipe(learning_rate=0.01)
     architecture, weights = carry(build(), tmp_path, recipe)
     cuts, prefix = ("early", "nowhere", "late"), Prefix(architecture, weights, None)
-    spec = PartsSpec(architecture, weights, recipe, Runtime(), DATA, 16, cuts, prefix, min_duration_s=0.05)
+    spec = PartsSpec(architecture, weights, recipe, Runtime(), DATA, 16, cuts, prefix, min_duration_s=0.5)
     times = time_parts(spec)
     early, late = times.cuts
     assert (early.layer, late.layer) == ("early", "late")
