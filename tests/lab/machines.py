@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -169,6 +169,9 @@ class LabNode:
     def remove(self) -> None:
         """End it and remove everything of it."""
         self._end()
+        with suppress(RuntimeError):  # there is none
+            # With its namespace, the kernel removes it later, and the next node of this name has no cable.
+            run_ip(self.namespace, f"link del {INTERFACE}")
         network.remove_namespace(self.namespace)
         if self._cgroup:
             self._cgroup.close()
