@@ -5,7 +5,6 @@ import hashlib
 import json
 import os
 import select
-import signal
 import subprocess
 import sys
 import tempfile
@@ -16,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
+from csdctl.launch.mpi_job import kill_session
 from csdctl.launch.mpirun import ALLOW_ROOT, COMMON_OPTIONS
 from csdctl.worker.group import bf16
-from csdctl.worker.protocol.processes import load_all, send_signal
 from csdctl.worker.protocol.sandbox import hub_address, link_address
 from tests.patience import eventually, scaled
 
@@ -164,8 +163,7 @@ def mpirun(command: Sequence[str]) -> Iterator["subprocess.Popen[bytes]"]:
         try:
             yield process
         finally:
-            left = [pid for pid, stat in load_all().items() if stat.session == process.pid]
-            send_signal(left, signal.SIGKILL)  # they are in groups of their own
+            kill_session(process.pid)  # its processes are in groups of their own
             process.kill()
             process.wait()
 

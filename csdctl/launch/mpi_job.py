@@ -127,6 +127,11 @@ class JobOutput:
             self._log.close()
 
 
+def kill_session(session_id: int) -> None:
+    """Kill every process of a session."""
+    send_signal((pid for pid, stat in load_all().items() if stat.session == session_id), signal.SIGKILL)
+
+
 class MpiJob:
     """One mpirun, from start to end. Call `run` once. `end` may be called from any thread."""
 
@@ -208,9 +213,8 @@ class MpiJob:
                 code = conversation.wait(deadline_s=END_DEADLINE_S).exit_code
                 outcome.is_clean = code == 0 and not self._output.tail
         conversation.close()
-        if self._starter == HOST_NAME and (session_id := conversation.stderr.group):
-            pids = (pid for pid, stat in load_all().items() if stat.session == session_id)
-            send_signal(pids, signal.SIGKILL)  # local ranks have process groups of their own
+        if self._starter == HOST_NAME and conversation.stderr.group:
+            kill_session(conversation.stderr.group)  # local ranks have process groups of their own
 
     def _request_daemon(self, text: str) -> None:
         if self._daemon is None:

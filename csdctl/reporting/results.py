@@ -333,7 +333,8 @@ def read_results(run: RunDirectory) -> RunResults:
     summary, series = summarize(run.run_id, manifest, follower), builder.build()
     samples = {node: round(sum(series.samples[rank])) for rank, node in enumerate(series.nodes)}
     energy = add_up_energy(read_power(run), series.nodes, samples, series.trained)
-    state, error = (str(run.load_process().get(key, "")) for key in ("state", "error"))
+    end = run.load_process()
+    state, error = (str(end.get(key, "")) for key in ("state", "error"))
     summary = replace(
         summary,
         num_unreadable=stored.num_unreadable,
@@ -349,10 +350,8 @@ def examine_results(run: RunDirectory) -> RunResults:
     """Return `read_results` with the saved models that are not as they were. Reads all of them."""
     results = read_results(run)
     summary = results.summary
-    complete_log = {
-        EVENT_BYTES: run.count_event_bytes(),
-        NUM_KILLED: 0,
-    }  # else it may lack the best epoch's end
+    # Of a csdctl that was killed, the log may lack the end of the best epoch.
+    complete_log = {EVENT_BYTES: run.count_event_bytes(), NUM_KILLED: 0}
     is_whole = complete_log.items() <= run.load_process().items()
     is_whole &= not summary.num_breaks + summary.num_missing + summary.num_unreadable
     saved = {BEST_MODEL: summary.best_weights_hash * is_whole} if summary.best_epoch else {}

@@ -100,9 +100,7 @@ def check_data(run: RunDirectory, spec: RunSpec, manifest: Manifest, context: Ru
         problem = f"{job.path} and the recipe of run {run.run_id} differ: {'; '.join(keys)}"
         remedy += f", or restore {run.spec} if that was changed"
     elif spec.noise != job.noise:
-        job_noise, run_noise = (
-            str(asdict(noise)) if noise else "absent" for noise in (job.noise, spec.noise)
-        )
+        job_noise, run_noise = (str(asdict(it)) if it else "absent" for it in (job.noise, spec.noise))
         problem = f"data.private.noise of {job.path} is {job_noise}, that of run {run.run_id} {run_noise}"
         remedy = f"undo the change, or {NEW_RUN}"
     elif num_placed != num_public:

@@ -73,6 +73,7 @@ def run(at: MeasuredProject, monkeypatch: pytest.MonkeyPatch) -> Run:
         directory = at.project.new_run()
         spec = spec_of(NODES, run_id=directory.run_id)
         ledger = Ledger(at.project.ledger, "train")
+        ledger.run = directory.run_id
         # The nodes are away: of them, nothing is sent or started.
         monkeypatch.setattr(ranks, "Supervisor", type("Scripted", (ScriptedSupervisor,), {"script": script}))
         sessions: Any = {HOST_NAME: FakeSession(HOST_NAME)}
@@ -148,6 +149,7 @@ def test_ledger_has_what_the_ranks_sent_before_a_run_failed(run: Run, at: Measur
         run([START, traffic(1000), RunError("disk full")])
     (entry,) = read_ledger(at.project.ledger)
     assert (entry.sender, entry.kind, entry.num_bytes) == ("csd0", TrafficClass.GRADIENT, 1000)
+    assert entry.run == at.project.find_run(None).run_id
 
 
 def test_state_of_the_last_step_is_kept_until_the_run_is_done(at: MeasuredProject) -> None:
